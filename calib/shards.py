@@ -1,0 +1,130 @@
+"""A folder of safetensors shards read as one flat name -> tensor table.
+
+Headers are read and checked when the folder is opened, tensors one at a time when asked for, so the
+memory that a reader needs is that of the tensor in hand. Pickled weights are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..kernels.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies and what it is, without its data."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for d in self.shape:
+            n *= d
+        return n
+
+
+class Shards:
+    """The tensors of a model folder: `names()`, `info[name]`, `get(name)`.
+
+    Raises UserError for a missing folder, pickled weights only, an index that names an absent file
+    or tensor, and a truncated or damaged shard.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self.info: dict[str, TensorInfo] = {}
+        self._handles: dict[str, Any] = {}
+        for file in self._files():
+            self._read_header(file)
+        self._check_index()
+
+    def names(self) -> list[str]:
+        return list(self.info)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.info
+
+    def get(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        """The tensor `name`, in its stored dtype."""
+        if name not in self.info:
+            raise UserError(f"{self.folder} holds no tensor named '{name}'")
+        return self._open(self.info[name].file).get_tensor(name).to(device)
+
+    def close(self) -> None:
+        """Drop the open file maps (they count as resident memory once read)."""
+        self._handles.clear()
+
+    def _files(self) -> list[str]:
+        if not self.folder.is_dir():
+            raise UserError(f"no such model folder: {self.folder}")
+        if (self.folder / INDEX).exists():
+            files = sorted(set(self._index().values()))
+            absent = [f for f in files if not (self.folder / f).is_file()]
+            if absent:
+                raise UserError(
+                    f"{INDEX} names {len(absent)} of {len(files)} files that are not in "
+                    f"{self.folder}: {', '.join(absent[:3])}; download the model again"
+                )
+            return files
+        files = sorted(f.name for f in self.folder.glob("*.safetensors"))
+        if files:
+            return files
+        if list(self.folder.glob("*.bin")) or list(self.folder.glob("*.pt*")):
+            raise UserError(
+                f"{self.folder} holds pickled weights only (.bin); loading a pickle runs the code "
+                "in it, so lowbit refuses: convert the model to safetensors first"
+            )
+        raise UserError(f"{self.folder} holds no .safetensors file")
+
+    def _index(self) -> dict[str, str]:
+        try:
+            return json.loads((self.folder / INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{self.folder / INDEX} is not a safetensors index: {e}") from e
+
+    def _check_index(self) -> None:
+        if (self.folder / INDEX).exists():
+            absent = [n for n in self._index() if n not in self.info]
+            if absent:
+                raise UserError(
+                    f"{INDEX} lists {len(absent)} tensors that the shards do not hold, first "
+                    f"'{absent[0]}'; download the model again"
+                )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._handles:
+            try:
+                self._handles[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as e:
+                raise UserError(
+                    f"{self.folder / file} is truncated or damaged ({e}); download it again"
+                ) from e
+        return self._handles[file]
+
+    def _read_header(self, file: str) -> None:
+        handle = self._open(file)
+        for name in handle.keys():  # noqa: SIM118 (not a dict)
+            view = handle.get_slice(name)
+            dtype = DTYPES.get(view.get_dtype())
+            if dtype is None:
+                raise UserError(f"{file}: tensor '{name}' has unknown dtype {view.get_dtype()}")
+            if name in self.info:
+                raise UserError(f"tensor '{name}' is in both {self.info[name].file} and {file}")
+            self.info[name] = TensorInfo(file, tuple(view.get_shape()), dtype)

@@ -1,0 +1,1 @@
+"""Measurements: perplexity, divergence from the base model, speed, reports."""

@@ -1,0 +1,1 @@
+"""Quantization: specs, recipes, passes, checkpoints, GGUF export and the command line."""

@@ -1,0 +1,1 @@
+"""Checkpoint layouts: write, read, inspect."""

@@ -1,0 +1,99 @@
+"""Read a checkpoint folder: which modules are quantized, how, and their tensors.
+
+One reader serves original models (nothing is quantized) and compressed-tensors checkpoints
+(pack-quantized and int-quantized), so that the runtime, the evals and the exporters need no case for
+either.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...calib.shards import Shards
+from ...kernels.affine import dequantize_affine
+from ...kernels.errors import UserError
+from ...kernels.packing import packed_words, unpack_bits
+from ..spec import LayerScheme, Quantized
+from .ct_config import scheme_for_module, schemes_from_config
+
+
+class Checkpoint:
+    """A model folder opened for reading.
+
+    `config`: config.json as a dict. `schemes`: module name -> LayerScheme of every quantized linear.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.shards = Shards(self.folder)
+        self.config = read_config(self.folder)
+        self.schemes: dict[str, LayerScheme] = self._find_schemes()
+
+    def quantized(self, module: str, device: str | torch.device = "cpu") -> Quantized:
+        """Codes, scale and zero-point of the quantized linear `module`, unpacked."""
+        spec = self.schemes[module].weights
+        get = lambda suffix: self.shards.get(f"{module}.{suffix}", device)  # noqa: E731
+        scale = get("weight_scale")
+        if f"{module}.weight" in self.shards:  # int-quantized
+            codes = get("weight")
+            zero = f"{module}.weight_zero_point"
+            zero_point = get("weight_zero_point") if zero in self.shards else None
+            return Quantized(codes, scale, zero_point, spec)
+        rows, columns = (int(n) for n in get("weight_shape").tolist())
+        packed = get("weight_packed")
+        if tuple(packed.shape) != (rows, packed_words(columns, spec.num_bits)):
+            raise UserError(
+                f"{module}.weight_packed has shape {tuple(packed.shape)}, but {rows} x {columns} "
+                f"codes of {spec.num_bits} bits take {(rows, packed_words(columns, spec.num_bits))}"
+            )
+        codes = unpack_bits(packed, spec.num_bits, columns)
+        zero_point = None
+        if not spec.symmetric:
+            packed_zero = get("weight_zero_point").T.contiguous()
+            zero_point = unpack_bits(packed_zero, spec.num_bits, rows).T.contiguous()
+        return Quantized(codes, scale, zero_point, spec)
+
+    def dense_weight(
+        self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> Tensor:
+        """The weight of `module` [out, in]: dequantized when quantized, as stored otherwise."""
+        if module in self.schemes:
+            q = self.quantized(module, device)
+            return dequantize_affine(q.codes, q.scale, q.zero_point, dtype)
+        return self.shards.get(f"{module}.weight", device).to(dtype)
+
+    def _find_schemes(self) -> dict[str, LayerScheme]:
+        quantization = self.config.get("quantization_config")
+        if quantization is None:
+            return {}
+        groups = schemes_from_config(quantization, self.folder)
+        modules = [
+            n.rpartition(".")[0] for n in self.shards.names() if n.endswith(".weight_scale")
+        ]
+        found = {m: scheme_for_module(m, groups) for m in modules}
+        unclaimed = [m for m, s in found.items() if s is None]
+        if unclaimed:
+            raise UserError(
+                f"{self.folder}: '{unclaimed[0]}' has a weight_scale but no config_group of "
+                "config.json targets it"
+            )
+        return {m: s for m, s in found.items() if s is not None}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; UserError when it is missing or not JSON."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds a {type(config).__name__}, not an object")
+    return config

@@ -1,0 +1,1 @@
+"""GGUF: block codecs, names, tokenizer metadata, export and import."""

@@ -1,0 +1,1 @@
+"""Quantization passes: each a pure function of tensors with a thin adapter."""

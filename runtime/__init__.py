@@ -1,0 +1,1 @@
+"""The engine that serves checkpoints: `LLM(path).generate(prompts, SamplingParams(...))`."""
