@@ -1,0 +1,257 @@
+"""The layer loop: run calibration rows through one decoder layer at a time and hand each input's
+statistics to a worker that quantizes the linears that read it.
+
+Two orders. Sequential: all rows go through the layer in one forward pass; when they reach a linear,
+its input's statistics are taken, the worker quantizes it and the pass goes on with the quantized
+weight, so that every linear is calibrated on what it will really read, and each runs once. Parallel:
+batches of rows go through twice, first to observe the unquantized layer, then to hand its
+quantized output to the next one: less memory, twice the time.
+
+The loop knows no method by name: a worker says which statistics it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.errors import UserError
+from .model import LayerCall, LayeredModel
+from .statistics import STATISTICS, Hessian
+
+Order = Literal["sequential", "parallel"]
+MAX_DROPPED = 0.1  # share of calibration rows that may be non-finite
+
+
+class InputGroup(NamedTuple):
+    """Linears (full name -> module) that read the same input, and that input's statistics."""
+
+    linears: dict[str, nn.Linear]
+    statistics: dict[str, Hessian]
+
+
+class LayerWorker(Protocol):
+    """What the loop drives. `needs`: names of STATISTICS."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    def wants(self, name: str) -> bool:
+        """Whether the linear `name` is to be quantized."""
+        ...
+
+    def quantize(self, group: InputGroup) -> None:
+        """Quantize the group's linears and put the values that are stored into their weights."""
+        ...
+
+    def finish(self, layer_name: str) -> None:
+        """Called when all linears of a layer are quantized: store them."""
+        ...
+
+    def restore(self, layer_name: str, layer: nn.Module) -> bool:
+        """Put the stored weights of a layer that is already finished into it; False: not finished."""
+        ...
+
+
+def run_layers(
+    model: LayeredModel,
+    rows: Tensor | None,
+    worker: LayerWorker,
+    order: Order = "sequential",
+    batch_size: int = 8,
+    progress: Callable[[str], None] = lambda name: None,
+) -> int:
+    """Drive `worker` through every decoder layer; returns how many rows were dropped as non-finite.
+
+    rows: token ids int64 [rows, seq], or None when the worker needs no statistics.
+    batch_size: rows of one forward pass (parallel order; sequential takes all at once).
+    progress: called with each finished layer's name.
+    """
+    if rows is None:
+        assert not worker.needs, "statistics need calibration rows"
+        _without_data(model, worker, progress)
+        return 0
+    assert set(worker.needs) <= set(STATISTICS), worker.needs
+    size = len(rows) if order == "sequential" else batch_size
+    with torch.inference_mode():
+        batches = model.layer_calls(rows, size)
+        states = [next(iter(b.values())).hidden for b in batches]
+        kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
+        del batches
+        guard = _RowGuard(len(rows))
+        for name in model.layers:
+            calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
+            with model.loaded(name) as layer:
+                if worker.restore(name, layer):
+                    states = [forward_layer(layer, call) for call in calls]
+                else:
+                    step = _sequential if order == "sequential" else _parallel
+                    states = step(name, layer, calls, worker, guard)
+                    worker.finish(name)
+            progress(name)
+    return guard.dropped
+
+
+def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
+    """Hidden states [rows, seq, hidden] after the layer."""
+    out = layer(call.hidden, **call.kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def shared_inputs(
+    name: str, layer: nn.Module, call: LayerCall, worker: LayerWorker
+) -> list[dict[str, nn.Linear]]:
+    """The layer's wanted linears, grouped by the input that they read, in the order of their calls.
+
+    Found by running one row and comparing what each linear was given.
+    """
+    seen: dict[str, Tensor] = {}  # holds the inputs: freed memory could be reused at one address
+    linears = _wanted_linears(name, layer, worker)
+
+    def note(linear_name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if linear_name in seen:
+                raise UserError(
+                    f"'{linear_name}' is called more than once in a layer; lowbit cannot quantize "
+                    "it: add it to --ignore"
+                )
+            seen[linear_name] = args[0]
+
+        return hook
+
+    with _input_hooks({linears[n]: note(n) for n in linears}):
+        forward_layer(layer, _first_row(call))
+    missed = [n for n in linears if n not in seen]
+    if missed:
+        raise UserError(
+            f"'{missed[0]}' saw no calibration token in a forward pass of {name}; "
+            "add it to --ignore or quantize it without calibration (--method rtn)"
+        )
+    groups: dict[tuple[int, torch.Size], dict[str, nn.Linear]] = {}
+    for linear_name, x in seen.items():
+        groups.setdefault((x.data_ptr(), x.shape), {})[linear_name] = linears[linear_name]
+    return list(groups.values())
+
+
+def _sequential(
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: _RowGuard
+) -> list[Tensor]:
+    (call,) = calls
+
+    def on_arrival(group: dict[str, nn.Linear]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            statistics = _new_statistics(worker, args[0])
+            finite = guard.finite_rows(0, args[0])
+            for statistic in statistics.values():
+                statistic.add(finite)
+            worker.quantize(InputGroup(group, statistics))
+
+        return hook
+
+    groups = shared_inputs(name, layer, call, worker)
+    with _input_hooks({next(iter(g.values())): on_arrival(g) for g in groups}):
+        return [forward_layer(layer, call)]
+
+
+def _parallel(
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: _RowGuard
+) -> list[Tensor]:
+    groups = shared_inputs(name, layer, calls[0], worker)
+    statistics: list[dict[str, Hessian]] = [{} for _ in groups]
+    first_row = 0
+
+    def observe(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+            statistics[index] = statistics[index] or _new_statistics(worker, args[0])
+            finite = guard.finite_rows(first_row, args[0])
+            for statistic in statistics[index].values():
+                statistic.add(finite)
+
+        return hook
+
+    hooks = {next(iter(g.values())): observe(i) for i, g in enumerate(groups)}
+    with _input_hooks(hooks):
+        for call in calls:
+            forward_layer(layer, call)
+            first_row += len(call.hidden)
+    for group, stats in zip(groups, statistics, strict=True):
+        worker.quantize(InputGroup(group, stats))
+    return [forward_layer(layer, call) for call in calls]
+
+
+def _without_data(
+    model: LayeredModel, worker: LayerWorker, progress: Callable[[str], None]
+) -> None:
+    for name in model.layers:
+        with torch.inference_mode(), model.loaded(name) as layer:
+            if not worker.restore(name, layer):
+                for linear_name, linear in _wanted_linears(name, layer, worker).items():
+                    worker.quantize(InputGroup({linear_name: linear}, {}))
+                worker.finish(name)
+        progress(name)
+
+
+class _RowGuard:
+    """Leaves rows with non-finite values out of the statistics, counts them, stops past a limit."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._bad: set[int] = set()
+
+    @property
+    def dropped(self) -> int:
+        return len(self._bad)
+
+    def finite_rows(self, first: int, x: Tensor) -> Tensor:
+        """x [rows, seq, features] of the rows that start at `first`, without the non-finite ones."""
+        finite = torch.isfinite(x.flatten(1).sum(1))  # a sum is finite when all its terms are
+        if bool(finite.all()):
+            return x
+        self._bad.update((first + torch.nonzero(~finite)[:, 0]).tolist())
+        if len(self._bad) > MAX_DROPPED * self._rows:
+            raise UserError(
+                f"{len(self._bad)} of {self._rows} calibration rows hold NaN or infinite "
+                f"activations (limit {MAX_DROPPED:.0%}); use --dtype float32 or another text"
+            )
+        return x[finite]
+
+
+def _wanted_linears(name: str, layer: nn.Module, worker: LayerWorker) -> dict[str, nn.Linear]:
+    return {
+        f"{name}.{inner}": module
+        for inner, module in layer.named_modules()
+        if isinstance(module, nn.Linear) and worker.wants(f"{name}.{inner}")
+    }
+
+
+def _new_statistics(worker: LayerWorker, x: Tensor) -> dict[str, Hessian]:
+    return {need: STATISTICS[need](x.shape[-1], x.device) for need in sorted(worker.needs)}
+
+
+def _first_row(call: LayerCall) -> LayerCall:
+    """The call for its first row alone: tensors whose first dimension counts rows are cut."""
+    rows = len(call.hidden)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] % rows == 0:
+            return value[: value.shape[0] // rows]
+        return value
+
+    return LayerCall(call.hidden[:1], {key: cut(value) for key, value in call.kwargs.items()})
+
+
+@contextmanager
+def _input_hooks(
+    hooks: dict[Any, Callable[[nn.Module, tuple[Any, ...]], None]],
+) -> Iterator[None]:
+    """Forward pre-hooks on the modules while the context is open."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

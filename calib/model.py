@@ -1,0 +1,203 @@
+"""A Hugging Face causal LM held one decoder layer at a time.
+
+The model is built with its parameters on the meta device; a layer's weights are read from the
+safetensors shards when it is loaded and dropped when it is released, so the memory that calibration
+needs does not grow with depth. Nothing is traced: what a layer is called with is recorded by
+running the base model once with recorders in place of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..kernels.errors import UserError
+from ..kernels.meta import parameters_on_meta
+from .shards import Shards
+
+
+class LayerCall(NamedTuple):
+    """One batch's input to a decoder layer: hidden states [rows, seq, hidden] and keyword arguments."""
+
+    hidden: Tensor
+    kwargs: dict[str, Any]
+
+
+class LayeredModel:
+    """`layers`: name -> decoder layer, in order; weights on meta unless loaded.
+
+    Raises UserError when the folder is no causal LM that transformers knows, when its decoder layers
+    cannot be found, or (on loading) when a tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    ) -> None:
+        self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
+        self.shards = Shards(self.folder)
+        self.config = load_config(self.folder)
+        self.model = build_on_meta(self.folder, self.config, dtype)
+        self.layers = find_decoder_layers(self.model)
+
+    @torch.inference_mode()
+    def layer_calls(self, rows: Tensor, batch_size: int) -> list[dict[str, LayerCall]]:
+        """What every layer is called with, for each batch of token rows int64 [rows, seq].
+
+        The hidden states are those that enter the first layer, the same object for all: the
+        caller replaces them layer by layer.
+        """
+        outside = [n for n, _ in self.model.base_model.named_parameters()]
+        prefix = self._base_prefix()
+        inside = tuple(f"{name}." for name in self.layers)
+        names = [prefix + n for n in outside if not (prefix + n).startswith(inside)]
+        self._fill(self.model, {n: n for n in names})
+        try:
+            with _recorders(self.model, self.layers) as recorded:
+                calls = []
+                for batch in rows.split(batch_size):
+                    recorded.clear()
+                    self.model.base_model(input_ids=batch.to(self.device), use_cache=False)
+                    calls.append(dict(recorded))
+            return calls
+        finally:
+            self._empty(self.model, names)
+
+    @contextmanager
+    def loaded(self, name: str) -> Iterator[nn.Module]:
+        """The decoder layer `name` with its weights on the device; released on leaving."""
+        layer = self.layers[name]
+        params = [n for n, _ in layer.named_parameters()]
+        self._fill(layer, {n: f"{name}.{n}" for n in params})
+        layer.to(self.device)  # buffers
+        try:
+            yield layer
+        finally:
+            self._empty(layer, params)
+
+    def tensor_name(self, parameter: str) -> str:
+        """The shards' name of a parameter (some checkpoints leave the base model's prefix out)."""
+        prefix = f"{self.model.base_model_prefix}."
+        for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
+            if name in self.shards:
+                return name
+        raise UserError(f"{self.folder} holds no tensor for the parameter '{parameter}'")
+
+    def _base_prefix(self) -> str:
+        for name, module in self.model.named_modules():
+            if module is self.model.base_model:
+                return f"{name}." if name else ""
+        raise AssertionError("a model contains its base model")
+
+    def _fill(self, root: nn.Module, names: dict[str, str]) -> None:
+        """Give each parameter of `root` (key) the shards' tensor (value), cast to the dtype."""
+        for inner, name in names.items():
+            module, leaf = owner(root, inner)
+            shape = module._parameters[leaf].shape  # type: ignore[union-attr]
+            tensor = self.shards.get(self.tensor_name(name))
+            if tensor.shape != shape:
+                raise UserError(
+                    f"'{name}' has shape {tuple(tensor.shape)} in {self.folder}, but config.json "
+                    f"asks for {tuple(shape)}"
+                )
+            if not torch.isfinite(tensor).all():
+                raise UserError(f"'{name}' holds NaN or infinite values: the model is damaged")
+            value = tensor.to(self.device, self.dtype)
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    def _empty(self, root: nn.Module, names: list[str]) -> None:
+        for inner in names:
+            module, leaf = owner(root, inner)
+            param = module._parameters[leaf]
+            assert param is not None
+            module._parameters[leaf] = nn.Parameter(param.to("meta"), requires_grad=False)
+        self.shards.close()
+
+
+def owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the parameter `name` below `root`, and its name there."""
+    parent, _, leaf = name.rpartition(".")
+    return root.get_submodule(parent), leaf
+
+
+def load_config(folder: Path) -> Any:
+    """The model's transformers config; UserError when it is no causal LM that transformers knows."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as e:
+        raise UserError(f"{folder / 'config.json'} is not a config that transformers knows: {e}") from e
+
+
+def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The causal LM of `config` with parameters on meta; UserError when there is none."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{folder} is an encoder-decoder model ({config.model_type}); lowbit takes causal LMs"
+        )
+    try:
+        with parameters_on_meta():
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except ValueError as e:
+        raise UserError(
+            f"{folder} is not a causal language model (model_type '{config.model_type}'): {e}"
+        ) from e
+
+
+def find_decoder_layers(model: Any) -> dict[str, nn.Module]:
+    """Name -> decoder layer: the longest nn.ModuleList of the base model whose members hold linears."""
+    candidates = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == model.config.get_text_config().num_hidden_layers
+        and any(isinstance(m, nn.Linear) for m in module.modules())
+    ]
+    if not candidates:
+        raise UserError(f"cannot find the decoder layers of {type(model).__name__}")
+    name, layers = min(candidates, key=lambda c: c[0].count("."))
+    return {f"{name}.{i}": layer for i, layer in enumerate(layers)}
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer: notes what it was called with and hands its input through."""
+
+    def __init__(self, name: str, layer: nn.Module, recorded: dict[str, LayerCall]) -> None:
+        super().__init__()
+        self._name, self._recorded = name, recorded
+        self._layer = [layer]  # in a list: not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            raise UserError(
+                f"{type(self._layer[0]).__name__} takes positional arguments beside the hidden "
+                "states; lowbit cannot calibrate this model"
+            )
+        self._recorded[self._name] = LayerCall(hidden_states, kwargs)
+        return hidden_states
+
+
+@contextmanager
+def _recorders(model: Any, layers: dict[str, nn.Module]) -> Iterator[dict[str, LayerCall]]:
+    """Recorders in place of the decoder layers while the context is open."""
+    recorded: dict[str, LayerCall] = {}
+    container = model.get_submodule(next(iter(layers)).rpartition(".")[0])
+    try:
+        for i, (name, layer) in enumerate(layers.items()):
+            container[i] = _Recorder(name, layer, recorded)
+        yield recorded
+    finally:
+        for i, layer in enumerate(layers.values()):
+            container[i] = layer

@@ -1,0 +1,58 @@
+"""Statistics of what a linear layer reads, summed over calibration tokens.
+
+Each is keyed by the input, not by the linear: linears that share an input share its statistics.
+`STATISTICS` names what a pass may ask for in its `needs`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+TILE = 512  # columns of a tile of the Gram matrix: only tiles on or above the diagonal are computed
+TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
+
+
+class Statistic(Protocol):
+    """Something that is summed over inputs of one width."""
+
+    def add(self, x: Tensor) -> None:
+        """Count the rows of x [..., in_features], any float dtype; all finite."""
+        ...
+
+
+class Hessian:
+    """H = mean of x x^T over tokens, float32 [in, in], whatever the inputs' dtype is.
+
+    Summed in float32 without TF32 or autocast: a Hessian summed in bf16 is not positive definite.
+    """
+
+    def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
+        self._sum = torch.zeros(in_features, in_features, device=device)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        flat = x.reshape(-1, x.shape[-1])
+        columns = flat.shape[1]
+        self.tokens += flat.shape[0]
+        allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            with torch.autocast(flat.device.type, enabled=False):
+                for chunk in flat.split(TOKENS_A_CHUNK):
+                    chunk = chunk.float()
+                    for i in range(0, columns, TILE):
+                        rows = chunk[:, i : i + TILE]
+                        self._sum[i : i + TILE, i:].addmm_(rows.T, chunk[:, i:])
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+
+    def mean(self) -> Tensor:
+        """H, symmetric: the lower triangle mirrors the upper one."""
+        upper = self._sum.triu()
+        return (upper + upper.triu(1).T) / max(1, self.tokens)
+
+
+STATISTICS: dict[str, type[Hessian]] = {"hessian": Hessian}

@@ -1,0 +1,211 @@
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323) with what practice added.
+
+Columns are rounded one after the other; the error of each is spread over the columns not yet
+rounded so that the layer's output on the calibration inputs changes least. With H = X^T X and
+U the upper Cholesky factor of H^-1 (H^-1 = U^T U), rounding column j with error e = (w_j - q_j) / U_jj
+subtracts e * U_j,k from every later column k.
+
+This form: static activation order (columns in falling order of H's diagonal, groups stay in memory
+order, no g_idx), scales searched under that diagonal and fixed before the first column. Rows do not
+interact, so linears that share an input are stacked and solved at once. The weight is held
+transposed, [in, out], so that a column of the paper is a contiguous row here; updates beyond a block
+of columns are delayed to one matrix product ("lazy batch updates").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.affine import dequantize_affine, quantize_affine
+from ...kernels.errors import UserError
+from ..ranges import QParams, choose_qparams
+from ..spec import Group, Quantized, QuantSpec
+
+MAX_DAMP = 1.0  # share of the mean diagonal beyond which a Hessian is hopeless
+
+
+@dataclass(frozen=True)
+class GPTQSettings:
+    """How GPTQ runs.
+
+    dampening_frac: share of the mean of H's diagonal that is added to it, over 0.
+    block_size: columns between two lazy updates.
+    act_order: "static" processes columns in falling order of H's diagonal, "none" in memory order.
+    static_groups: scales fixed before from the original weights; otherwise each group's are chosen
+        from the current, error-compensated weights when its first column is reached.
+    scale_search: "hessian" minimizes squared error weighted by H's diagonal, "minmax" takes the range.
+    """
+
+    dampening_frac: float = 0.01
+    block_size: int = 128
+    act_order: Literal["static", "none"] = "static"
+    static_groups: bool = True
+    scale_search: Literal["hessian", "minmax"] = "hessian"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.dampening_frac <= MAX_DAMP:
+            raise UserError(
+                f"dampening_frac must be over 0 and at most {MAX_DAMP}, got {self.dampening_frac}"
+            )
+        if self.block_size < 1:
+            raise UserError(f"block_size must be at least 1, got {self.block_size}")
+        if self.act_order not in ("static", "none"):
+            raise UserError(f"act_order must be 'static' or 'none', got '{self.act_order}'")
+        if self.scale_search not in ("hessian", "minmax"):
+            raise UserError(
+                f"scale_search must be 'hessian' or 'minmax', got '{self.scale_search}'"
+            )
+        if self.act_order == "static" and not self.static_groups:
+            raise UserError(
+                "act_order 'static' needs static_groups: columns of several groups are "
+                "interleaved, so a group's scale must be known before its first column"
+            )
+
+
+class Factor(NamedTuple):
+    """A factored Hessian, shared by every linear that reads the same input.
+
+    order int64 [in]: columns in processing order. u float32 [in, in]: upper Cholesky factor of the
+    inverse of the damped, reordered Hessian. diagonal float32 [in]: the damped diagonal, memory order.
+    dampening_frac: the share that made the factorization succeed. dead: number of columns whose
+    input was always zero.
+    """
+
+    order: Tensor
+    u: Tensor
+    diagonal: Tensor
+    dampening_frac: float
+    dead: int
+
+
+class GPTQResult(NamedTuple):
+    """quantized: the codes and scales. error: float32 [out], each row's sum of squared output
+    differences over the calibration tokens divided by their number, as far as H tells."""
+
+    quantized: Quantized
+    error: Tensor
+
+
+def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
+    """Damp, reorder and factor `hessian` float32 [in, in] (mean of x x^T over tokens).
+
+    Raises the damping tenfold and retries when the factorization fails; UserError past MAX_DAMP.
+    """
+    if not torch.isfinite(hessian).all():
+        raise UserError("the Hessian holds NaN or infinite values: check the model's weights")
+    diagonal = hessian.diagonal().clone()
+    dead = diagonal <= 0
+    mean = diagonal[~dead].mean() if not dead.all() else diagonal.new_tensor(1.0)
+    diagonal[dead] = mean
+    if settings.act_order == "static":
+        order = torch.argsort(diagonal.masked_fill(dead, 0), descending=True, stable=True)
+    else:
+        order = torch.arange(len(diagonal), device=hessian.device)
+    reordered = hessian[order][:, order]
+    damp = settings.dampening_frac
+    while True:
+        reordered.diagonal().copy_((diagonal + damp * mean)[order])
+        u = _inverse_factor(reordered)
+        if u is not None:
+            return Factor(order, u, diagonal + damp * mean, damp, int(dead.sum()))
+        damp *= 10
+        if damp > MAX_DAMP:
+            raise UserError(
+                f"the Hessian is not positive definite even with {damp / 10:g} of its mean "
+                "diagonal added; use more calibration samples"
+            )
+
+
+def _inverse_factor(h: Tensor) -> Tensor | None:
+    """Upper U with U^T U = h^-1, or None when h is not positive definite.
+
+    With J the reversal of rows and columns, J h J = L L^T gives h = R R^T for the upper R = J L J,
+    so U = R^-1: one factorization and one triangular solve, no explicit inverse.
+    """
+    lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
+    if int(info) != 0:
+        return None
+    eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
+    u = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+    return u if bool(torch.isfinite(u).all()) else None
+
+
+def gptq_quantize(
+    w: Tensor,
+    factor: Factor,
+    spec: QuantSpec,
+    scale_dtype: torch.dtype,
+    settings: GPTQSettings,
+) -> GPTQResult:
+    """Quantize w [out, in] (any float dtype) against a factored Hessian of its input.
+
+    Scales are stored in `scale_dtype`. Deterministic; `w` is not changed.
+    """
+    if not torch.isfinite(w).all():
+        raise UserError("the weight holds NaN or infinite values: the model is damaged")
+    columns = w.shape[1]
+    size = spec.granularity.size if isinstance(spec.granularity, Group) else columns
+    importance = factor.diagonal if settings.scale_search == "hessian" else None
+    params = choose_qparams(w, spec, scale_dtype, importance)
+    table = _Table(params)
+    working = w.float().T[factor.order].contiguous()  # [in, out], consumed
+    codes = torch.empty_like(working, dtype=torch.int8)
+    error = torch.zeros(w.shape[0], device=w.device)
+    block = settings.block_size
+    if not settings.static_groups:  # a group must not straddle a delayed update
+        block = max(size, block // size * size)
+    group_of = (factor.order // size).tolist()
+    for start in range(0, columns, block):
+        stop = min(start + block, columns)
+        chunk = working[start:stop]
+        errors = torch.empty_like(chunk)
+        u = factor.u[start:stop, start:stop]
+        for i in range(stop - start):
+            group = group_of[start + i]
+            if not settings.static_groups and (start + i) % size == 0:
+                h = None if importance is None else importance[start + i : start + i + size]
+                rescaled = choose_qparams(chunk[i : i + size].T, spec, scale_dtype, h)
+                table.replace(group, rescaled)
+            code, value = table.round(chunk[i], group, spec.num_bits)
+            codes[start + i] = code
+            torch.sub(chunk[i], value, out=errors[i]).div_(u[i, i])
+            if i + 1 < stop - start:
+                chunk[i + 1 :].addr_(u[i, i + 1 :], errors[i], alpha=-1)
+        error += errors.square().sum(0)
+        if stop < columns:
+            working[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
+    restored = torch.empty_like(codes)
+    restored[factor.order] = codes
+    params = table.params()
+    quantized = Quantized(restored.T.contiguous(), params.scale, params.zero_point, spec)
+    return GPTQResult(quantized, error)
+
+
+class _Table:
+    """Scales and zero-points held as [groups, out], so that a column's are one contiguous row."""
+
+    def __init__(self, params: QParams) -> None:
+        self.scale = params.scale.T.contiguous()
+        self.zero = None if params.zero_point is None else params.zero_point.T.contiguous()
+
+    def replace(self, group: int, params: QParams) -> None:
+        """Put the scales of one group, [out, 1], in place of `group`'s."""
+        self.scale[group] = params.scale[:, 0]
+        if self.zero is not None and params.zero_point is not None:
+            self.zero[group] = params.zero_point[:, 0]
+
+    def round(self, column: Tensor, group: int, num_bits: int) -> tuple[Tensor, Tensor]:
+        """Codes int8 [out] of a column [out] and the values float32 [out] that they stand for."""
+        scale = self.scale[group][:, None]
+        zero = None if self.zero is None else self.zero[group][:, None]
+        code = quantize_affine(column[:, None], scale, zero, num_bits)
+        return code[:, 0], dequantize_affine(code, scale, zero)[:, 0]
+
+    def params(self) -> QParams:
+        """The scales and zero-points as they are stored, [out, groups]."""
+        zero = None if self.zero is None else self.zero.T.contiguous()
+        return QParams(self.scale.T.contiguous(), zero)
