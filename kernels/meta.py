@@ -1,16 +1,15 @@
 """Build a model whose parameters have shapes but no memory, and whose buffers are real.
 
 `torch.device("meta")` would put the buffers on meta as well, and those that are not in a checkpoint
-(rotary inverse frequencies, embedding scales) could then never be filled. So every parameter is moved
-to meta at the moment when its module registers it; everything else is computed as usual. Weight
-initialization then runs on meta tensors, which is free.
+(rotary inverse frequencies, embedding scales) could then never be filled. So each parameter is
+moved to meta at the moment when its module registers it; everything else is computed as usual.
+Weight initialization then runs on meta tensors, which is free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 from torch import nn
 
@@ -25,8 +24,8 @@ def parameters_on_meta() -> Iterator[None]:
     original = nn.Module.register_parameter
     assert original.__module__ == "torch.nn.modules.module", "parameters_on_meta does not nest"
 
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, None if param is None else _to_meta(param))
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, None if param is None else _to_meta(param))
 
     nn.Module.register_parameter = register_on_meta
     try:
@@ -40,5 +39,6 @@ def _to_meta(param: nn.Parameter) -> nn.Parameter:
     if param.is_meta:
         return param
     meta = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-    meta.__dict__.update(cast("dict[str, object]", param.__dict__))
+    for name, value in vars(param).items():
+        setattr(meta, name, value)
     return meta

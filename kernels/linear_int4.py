@@ -1,0 +1,59 @@
+"""Packed 4-bit linear on torch's own CPU kernel, `_weight_int4pack_mm_for_cpu`.
+
+Contract of the op: x bf16 [M, in]; weight uint8 [out, in/2] in an order private to the op;
+group_size 32, 64, 128 or 256; out a multiple of 16; scale_and_zero bf16 [groups, out, 2], and a
+weight is worth (u - 8) * scale + zero with u the unsigned code. Our value (code - zero_point) *
+scale with code = u - 8 gives zero = -zero_point * scale. Scales are rounded to bf16, the sum is in
+float32. With float32 or float16 activations the op falls to a scalar loop that is 10 to 50 times
+slower, so those are declined.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .linear_ops import LinearKernel, LinearProblem
+
+GROUP_SIZES = (32, 64, 128, 256)
+
+
+def _decline(problem: LinearProblem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not {problem.device}"
+    if problem.num_bits != 4:
+        return f"holds 4-bit codes, not {problem.num_bits}-bit"
+    if problem.dtype != torch.bfloat16:
+        return f"computes in bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.group_size not in GROUP_SIZES:
+        return f"group_size must be one of {GROUP_SIZES}, not {problem.group_size}"
+    if problem.out_features % 16:
+        return f"out_features must be a multiple of 16, not {problem.out_features}"
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return "needs a CPU with AVX2 or AVX512"
+    return None
+
+
+def _pack(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, problem: LinearProblem
+) -> tuple[Tensor, ...]:
+    unsigned = codes.to(torch.int32) + 8
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned.contiguous(), 1)
+    scale = scale.float()
+    zero = torch.zeros_like(scale) if zero_point is None else -zero_point.float() * scale
+    scale_and_zero = torch.stack([scale.T, zero.T], dim=-1).to(torch.bfloat16).contiguous()
+    return packed, scale_and_zero
+
+
+def _run(
+    x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
+) -> Tensor:
+    packed, scale_and_zero = tensors
+    rows = x.reshape(-1, problem.in_features)
+    y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, problem.group_size, scale_and_zero)
+    if bias is not None:
+        y += bias
+    return y.view(*x.shape[:-1], problem.out_features)
+
+
+INT4PACK_CPU = LinearKernel("int4pack_cpu", _decline, _pack, _run)

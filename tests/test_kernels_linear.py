@@ -1,0 +1,169 @@
+"""Packed linear kernels against the reference, and the dispatch table's reasons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowbit.kernels import linear_dequant
+from lowbit.kernels.affine import code_range
+from lowbit.kernels.bitplanes import pack_planes, plane_widths, unpack_planes
+from lowbit.kernels.errors import UserError
+from lowbit.kernels.linear_ops import (
+    LinearProblem,
+    choose_linear,
+    linear_kernels,
+    linear_reference,
+)
+
+KERNELS = {k.name: k for k in linear_kernels()}
+
+
+def problem(**changes) -> LinearProblem:
+    plain = LinearProblem(4, 64, True, 128, 48, torch.bfloat16, "cpu")
+    return plain._replace(**changes)
+
+
+def random_weight(p: LinearProblem, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    qmin, qmax = code_range(p.num_bits)
+    groups = p.in_features // p.group_size
+    codes = torch.randint(
+        qmin, qmax + 1, (p.out_features, p.in_features), generator=g, dtype=torch.int8
+    )
+    scale = (torch.rand(p.out_features, groups, generator=g) + 0.5) * 0.01
+    scale = scale.to(torch.bfloat16)  # so that no kernel rounds it further
+    zero = None
+    if not p.symmetric:
+        zero = torch.randint(
+            qmin, qmax + 1, (p.out_features, groups), generator=g, dtype=torch.int8
+        )
+    return codes, scale, zero
+
+
+def run(name: str, p: LinearProblem, rows: tuple[int, ...], with_bias: bool, seed: int = 0):
+    """(kernel's y, reference y in float32 with the same weights)."""
+    codes, scale, zero = random_weight(p, seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(*rows, p.in_features, generator=g).to(p.dtype)
+    bias = torch.randn(p.out_features, generator=g).to(p.dtype) if with_bias else None
+    kernel = KERNELS[name]
+    assert kernel.decline(p) is None
+    y = kernel.run(x, kernel.pack(codes, scale, zero, p), bias, p)
+    assert y.dtype == p.dtype and y.shape == (*rows, p.out_features)
+    return y, linear_reference(x, codes, scale, zero, bias), (x, codes, scale, zero, bias)
+
+
+@settings(deadline=None, max_examples=60)
+@given(bits=st.integers(1, 8), rows=st.integers(1, 5), columns=st.integers(1, 70), data=st.data())
+def test_planes_round_trip(bits, rows, columns, data):
+    qmin, qmax = code_range(bits)
+    seed = data.draw(st.integers(0, 2**31))
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(qmin, qmax + 1, (rows, columns), generator=g, dtype=torch.int8)
+    packed = pack_planes(codes, bits)
+    assert packed.shape == (rows, -(-columns // 8) * bits)
+    unsigned = unpack_planes(packed, bits, columns)
+    assert torch.equal(unsigned.to(torch.int16) - (1 << (bits - 1)), codes.to(torch.int16))
+
+
+def test_planes_hand_written_row():
+    """3 bits, u = 0..7: the low two bits of 0, 2, 4, 6, then of 1, 3, 5, 7, then the high bits."""
+    codes = torch.arange(8, dtype=torch.int8).view(1, 8) - 4
+    assert plane_widths(3) == [2, 1]
+    low_even = 0 | 2 << 2 | 0 << 4 | 2 << 6
+    low_odd = 1 | 3 << 2 | 1 << 4 | 3 << 6
+    assert pack_planes(codes, 3).tolist() == [[low_even, low_odd, 0b11110000]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_dequant_kernel_equals_the_reference_exactly(bits, symmetric, dtype):
+    for out, columns, group in ((48, 128, 64), (7, 36, 12), (33, 40, 40), (1, 8, 1)):
+        p = problem(
+            num_bits=bits, symmetric=symmetric, dtype=dtype, out_features=out,
+            in_features=columns, group_size=group,
+        )  # fmt: skip
+        for rows in ((1,), (5,), (2, 3)):
+            y, reference, _ = run("dequant", p, rows, with_bias=True, seed=bits)
+            assert torch.equal(y, reference), (p, rows, (y - reference).abs().max())
+
+
+def test_dequant_in_row_chunks_equals_whole(monkeypatch):
+    p = problem(num_bits=3, out_features=50, dtype=torch.float32)
+    y, reference, _ = run("dequant", p, (4,), with_bias=True)
+    monkeypatch.setattr(linear_dequant, "CHUNK_WEIGHTS", 128 * 7)
+    chunked, _, _ = run("dequant", p, (4,), with_bias=True)
+    torch.testing.assert_close(chunked, reference, atol=1e-5, rtol=1e-5)
+    assert chunked.shape == y.shape
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_int4_kernel_is_the_reference_in_bf16(group, symmetric, with_bias):
+    for out in (16, 48, 128):
+        p = problem(symmetric=symmetric, group_size=group, in_features=256, out_features=out)
+        for rows in ((1,), (5,), (2, 40)):
+            y, _, (x, codes, scale, zero, bias) = run("int4pack_cpu", p, rows, with_bias)
+            exact = linear_reference(
+                x.float(), codes, scale, zero, None if bias is None else bias.float()
+            )
+            # bf16 weights, a bf16 product and a bf16 sum with the bias: half an ulp, 2^-9, each
+            tolerance = 3 * 2**-9 * exact.abs().max() + 2**-9
+            assert (y.float() - exact).abs().max() < tolerance
+
+
+def test_int4_kernel_rows_do_not_depend_on_the_batch():
+    p = problem()
+    codes, scale, zero = random_weight(p)
+    kernel = KERNELS["int4pack_cpu"]
+    tensors = kernel.pack(codes, scale, zero, p)
+    x = torch.randn(9, p.in_features, generator=torch.Generator().manual_seed(5)).bfloat16()
+    whole = kernel.run(x, tensors, None, p)
+    for i in range(9):
+        assert torch.equal(kernel.run(x[i : i + 1], tensors, None, p)[0], whole[i])
+
+
+@pytest.mark.parametrize("rows", [(1,), (3, 2), (200,)], ids=str)
+def test_int8_kernel_is_the_reference_in_bf16(rows):
+    for out, columns in ((48, 128), (7, 32), (100, 64)):
+        p = problem(num_bits=8, group_size=columns, in_features=columns, out_features=out)
+        y, _, (x, codes, scale, zero, bias) = run("int8pack_cpu", p, rows, with_bias=True)
+        exact = linear_reference(x.float(), codes, scale, zero, bias.float())
+        assert (y.float() - exact).abs().max() < 2**-7 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "int4pack_cpu"),
+        ({"symmetric": False}, "int4pack_cpu"),
+        ({"dtype": torch.float32}, "dequant"),
+        ({"group_size": 16}, "dequant"),
+        ({"out_features": 40}, "dequant"),
+        ({"num_bits": 3}, "dequant"),
+        ({"num_bits": 8}, "dequant"),
+        ({"num_bits": 8, "group_size": 128}, "int8pack_cpu"),
+        ({"num_bits": 8, "group_size": 128, "symmetric": False}, "dequant"),
+        ({"num_bits": 8, "group_size": 40, "in_features": 40}, "dequant"),
+        ({"device": "cuda"}, "dequant"),
+    ],
+    ids=str,
+)
+def test_table_takes_the_first_that_accepts_and_keeps_the_reasons(changes, kernel):
+    choice = choose_linear(problem(**changes))
+    assert choice.candidate.name == kernel
+    names = [k.name for k in linear_kernels()]
+    assert list(choice.declined) == names[: names.index(kernel)]
+    assert all(choice.declined.values())
+
+
+def test_forcing_a_kernel():
+    assert choose_linear(problem(), force="dequant").candidate.name == "dequant"
+    with pytest.raises(UserError, match="out_features must be a multiple of 16, not 40"):
+        choose_linear(problem(out_features=40), force="int4pack_cpu")
+    with pytest.raises(UserError, match="unknown linear kernel 'marlin'.*dequant"):
+        choose_linear(problem(), force="marlin")
