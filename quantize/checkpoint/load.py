@@ -17,8 +17,8 @@ from torch import Tensor
 from ...calib.shards import Shards
 from ...kernels.affine import dequantize_affine
 from ...kernels.errors import UserError
-from ...kernels.packing import packed_words, unpack_bits
 from ..spec import LayerScheme, Quantized
+from .compress import decompress
 from .ct_config import scheme_for_module, schemes_from_config
 
 
@@ -37,26 +37,7 @@ class Checkpoint:
     def quantized(self, module: str, device: str | torch.device = "cpu") -> Quantized:
         """Codes, scale and zero-point of the quantized linear `module`, unpacked."""
         spec = self.schemes[module].weights
-        get = lambda suffix: self.shards.get(f"{module}.{suffix}", device)  # noqa: E731
-        scale = get("weight_scale")
-        if f"{module}.weight" in self.shards:  # int-quantized
-            codes = get("weight")
-            zero = f"{module}.weight_zero_point"
-            zero_point = get("weight_zero_point") if zero in self.shards else None
-            return Quantized(codes, scale, zero_point, spec)
-        rows, columns = (int(n) for n in get("weight_shape").tolist())
-        packed = get("weight_packed")
-        if tuple(packed.shape) != (rows, packed_words(columns, spec.num_bits)):
-            raise UserError(
-                f"{module}.weight_packed has shape {tuple(packed.shape)}, but {rows} x {columns} "
-                f"codes of {spec.num_bits} bits take {(rows, packed_words(columns, spec.num_bits))}"
-            )
-        codes = unpack_bits(packed, spec.num_bits, columns)
-        zero_point = None
-        if not spec.symmetric:
-            packed_zero = get("weight_zero_point").T.contiguous()
-            zero_point = unpack_bits(packed_zero, spec.num_bits, rows).T.contiguous()
-        return Quantized(codes, scale, zero_point, spec)
+        return decompress(module, self.shards, lambda n: self.shards.get(n, device), spec)
 
     def dense_weight(
         self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"

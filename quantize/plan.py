@@ -1,0 +1,166 @@
+"""The plan: which linear gets which scheme, decided from names and shapes before any weight is read.
+
+Everything that can be refused is refused here: a target that matches nothing, two quantizers for one
+layer, a group size that divides nothing, a model that is already quantized.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from ..calib.model import LayeredModel
+from ..kernels.errors import UserError
+from .recipe import Recipe, WeightPass
+from .spec import Group, LayerScheme, with_group_size
+
+GROUP_SIZES = (128, 64, 32, 16)
+
+
+class PlannedLinear(NamedTuple):
+    """What happens to one linear: the pass that takes it and the scheme, group size settled."""
+
+    taken_by: WeightPass
+    scheme: LayerScheme
+    shape: tuple[int, int]
+
+
+class Plan(NamedTuple):
+    """linears: module name -> PlannedLinear. untouched: linears left as they are, by name.
+    notes: decisions that the user should know of, one sentence each."""
+
+    linears: dict[str, PlannedLinear]
+    untouched: list[str]
+    notes: list[str]
+
+
+def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
+    """Settle every linear of `model`; UserError names what does not fit and what would."""
+    if "quantization_config" in model.config.to_dict():
+        raise UserError(
+            f"{model.folder} is already quantized; give the original model (quantizing twice "
+            "only adds error)"
+        )
+    inner = {
+        name: module
+        for name, module in model.model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(tuple(f"{n}." for n in model.layers))
+    }
+    outer = {
+        name: module
+        for name, module in model.model.named_modules()
+        if isinstance(module, nn.Linear) and name not in inner
+    }
+    linears: dict[str, PlannedLinear] = {}
+    notes: list[str] = []
+    for taken_by in recipe.passes:
+        names = match_linears(taken_by, inner, outer)
+        twice = [n for n in names if n in linears]
+        if twice:
+            raise UserError(
+                f"two passes target '{twice[0]}'; a linear takes at most one weight quantizer: "
+                "narrow the targets or ignore it in one of them"
+            )
+        shapes = {n: _shape({**inner, **outer}[n]) for n in names}
+        scheme, note = settle_group_size(taken_by, shapes)
+        notes += [note] if note else []
+        linears |= {n: PlannedLinear(taken_by, scheme, shapes[n]) for n in names}
+    untouched = [n for n in {**inner, **outer} if n not in linears]
+    return Plan(linears, untouched, notes)
+
+
+def match_linears(
+    taken_by: WeightPass, inner: Mapping[str, nn.Linear], outer: Mapping[str, nn.Linear]
+) -> list[str]:
+    """Names of the linears that the pass takes, in model order.
+
+    inner: linears of the decoder layers; outer: the rest (lm_head), which only a name or a pattern
+    reaches.
+    """
+    known = {**inner, **outer}
+    wanted: set[str] = set()
+    for target in taken_by.targets:
+        found = [n for n in known if matches(target, n, known[n], by_class=n in inner)]
+        if not found:
+            raise UserError(_no_match("target", target, list(known)))
+        wanted |= set(found)
+    for pattern in taken_by.ignore:
+        found = [n for n in known if matches(pattern, n, known[n], by_class=True)]
+        if not found:
+            raise UserError(_no_match("ignore rule", pattern, list(known)))
+        wanted -= set(found)
+    if not wanted:
+        raise UserError("the ignore rules leave nothing to quantize")
+    out = [n for n in wanted if n in outer]
+    if out:
+        raise UserError(
+            f"'{out[0]}' lies outside the decoder layers and is not quantized by any method yet; "
+            "leave it out of the targets"
+        )
+    return [n for n in known if n in wanted]
+
+
+def matches(rule: str, name: str, module: nn.Module, by_class: bool) -> bool:
+    """Whether a target or ignore rule names this module: exactly, by "re:" pattern, or by class."""
+    if rule.startswith("re:"):
+        try:
+            return re.match(rule[3:], name) is not None
+        except re.error as e:
+            raise UserError(f"'{rule}' is not a valid regular expression: {e}") from e
+    return rule == name or (by_class and rule == type(module).__name__)
+
+
+def settle_group_size(
+    taken_by: WeightPass, shapes: Mapping[str, tuple[int, int]]
+) -> tuple[LayerScheme, str | None]:
+    """The scheme with a group size that divides every target's in_features, and why it was chosen."""
+    scheme = taken_by.layer_scheme
+    granularity = scheme.weights.granularity
+    if not isinstance(granularity, Group):
+        return scheme, None
+    size = granularity.size
+    misfits = [n for n, (_, columns) in shapes.items() if columns % size]
+    if not misfits:
+        return scheme, None
+    fitting = [g for g in GROUP_SIZES if all(c % g == 0 for _, c in shapes.values())]
+    example = f"{shapes[misfits[0]][1]} input columns of '{misfits[0]}'"
+    if taken_by.group_size is not None:
+        raise UserError(
+            f"group size {size} does not divide the {example} ({len(misfits)} of {len(shapes)} "
+            f"linears); sizes that would do: {', '.join(map(str, fitting)) or 'none'}"
+            f"{', ' if fitting else '; use '}-1 (one scale a channel)"
+        )
+    if not fitting:
+        name = next(n for n in misfits if shapes[n][1] % GROUP_SIZES[-1])
+        raise UserError(
+            f"none of the group sizes {GROUP_SIZES} divides the {shapes[name][1]} input columns of "
+            f"'{name}'; use --group-size -1 (one scale a channel) or ignore that layer"
+        )
+    note = f"group size {fitting[0]}: {size} does not divide the {example}"
+    return with_group_size(scheme, fitting[0]), note
+
+
+def settled_recipe(recipe: Recipe, plan: Plan) -> Recipe:
+    """`recipe` with each pass's group size as the plan settled it."""
+    passes = []
+    for taken_by in recipe.passes:
+        scheme = next(p.scheme for p in plan.linears.values() if p.taken_by is taken_by)
+        granularity = scheme.weights.granularity
+        size = granularity.size if isinstance(granularity, Group) else -1
+        passes.append(replace(taken_by, group_size=size))
+    return replace(recipe, passes=tuple(passes))
+
+
+def _shape(linear: nn.Linear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
+
+
+def _no_match(kind: str, rule: str, known: list[str]) -> str:
+    return (
+        f"{kind} '{rule}' matches no linear of the model; linears are named like "
+        f"'{known[0]}' ({len(known)} in all)"
+    )

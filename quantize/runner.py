@@ -1,0 +1,180 @@
+"""Run a recipe on a model: plan, calibrate, quantize layer by layer, save. What `quantize run` calls."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..calib.device import matmul_flops, resolve_device, resolve_dtype
+from ..calib.layer_loop import run_layers
+from ..calib.model import LayeredModel
+from ..calib.shards import Shards
+from ..calib.text import Text, load_text, load_tokenizer, token_rows
+from ..kernels.errors import UserError
+from .checkpoint.journal import Journal, unfinished_identity
+from .checkpoint.save import check_output, save_checkpoint
+from .plan import Plan, make_plan, settled_recipe
+from .recipe import Recipe, WeightPass
+from .worker import PassWorker
+
+
+OVERHEAD = 1.6  # attention, elementwise work and the solver, over the matrix products alone
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did. relative_error: module -> output error over output energy (GPTQ only)."""
+
+    out: Path
+    recipe: Recipe
+    notes: list[str]
+    calibration: Text | None
+    dtype: str
+    resumed_layers: int
+    dropped_rows: int
+    relative_error: dict[str, float]
+    seconds: float
+
+
+def quantize_model(
+    folder: Path,
+    out: Path,
+    recipe: Recipe,
+    device: str = "auto",
+    overwrite: bool = False,
+    restart: bool = False,
+    say: Say = lambda line: None,
+) -> RunResult:
+    """Quantize the model in `folder` into the checkpoint `out`.
+
+    A run that was killed goes on after its last finished layer when it is called again with the same
+    arguments, and gives the same bytes. `say` is handed what the user should know before the long
+    work begins. Raises UserError before any of it for what cannot be done.
+    """
+    start = time.perf_counter()
+    check_output(out, overwrite)
+    where = resolve_device(device)
+    dtype = _forward_dtype(recipe, where, folder, out, restart)
+    model = LayeredModel(folder, dtype, where)
+    plan = make_plan(model, recipe)
+    recipe = settled_recipe(recipe, plan)
+    rows, text = _calibration_rows(model, recipe) if recipe.needs else (None, None)
+    journal = Journal(out, _identity(model, recipe, rows), restart)
+    notes = list(plan.notes)
+    if text is not None:
+        notes.append(f"calibration: {text.description}")
+    if journal.resumed:
+        notes.append(f"resuming after {journal.resumed} finished layers")
+    for note in [*notes, *_estimate(model, plan, recipe, rows)]:
+        say(note)
+    worker = PassWorker(model, plan, journal)
+    with tqdm(total=len(model.layers), desc="quantizing", unit="layer", disable=None) as bar:
+        dropped = run_layers(
+            model, rows, worker, recipe.execution.order, recipe.execution.batch_size,
+            progress=lambda _: bar.update(),
+        )  # fmt: skip
+    linears = {n: r for name in model.layers for n, r in journal.report(name).items()}
+    raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
+    if raised:
+        notes.append(f"damping was raised for {len(raised)} linears, first {raised[0]}")
+    if dropped:
+        notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
+    save_checkpoint(
+        folder, out, journal, list(model.layers),
+        schemes={worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
+        ignore=plan.untouched,
+        report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
+                "dropped_rows": dropped, "linears": linears,
+                "calibration": text._replace(text="")._asdict() if text else None},
+        version=version("lowbit"),
+    )  # fmt: skip
+    return RunResult(
+        out, recipe, notes, text, _name(dtype), journal.resumed, dropped,
+        {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _forward_dtype(
+    recipe: Recipe, device: torch.device, folder: Path, out: Path, restart: bool
+) -> torch.dtype:
+    """The forward passes' dtype; an unfinished run keeps what it began with where it is "auto"."""
+    begun = None if restart else unfinished_identity(out)
+    name = recipe.execution.dtype
+    if begun is not None and name == "auto":
+        name = begun["dtype"]
+    shards = Shards(folder)
+    widest = max(shards.info.values(), key=lambda info: info.nbytes)
+    shards.close()
+    return resolve_dtype(name, device, widest.dtype)
+
+
+def _calibration_rows(model: LayeredModel, recipe: Recipe) -> tuple[Tensor, Text]:
+    calibration = recipe.calibration
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and calibration.seq_len > limit:
+        raise UserError(
+            f"seq_len {calibration.seq_len} exceeds the model's {limit} positions; lower --seq-len"
+        )
+    tokenizer = load_tokenizer(model.folder)
+    text = load_text(calibration.source, "calibration", tokenizer)
+    seed = calibration.seed if calibration.shuffle else None
+    rows = token_rows(text, tokenizer, calibration.samples, calibration.seq_len, seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(rows.max()) >= vocabulary:
+        raise UserError(
+            f"the tokenizer gives id {int(rows.max())}, but the model has {vocabulary} embeddings: "
+            f"{model.folder} holds another model's tokenizer"
+        )
+    return rows, text
+
+
+def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[str, Any]:
+    """Everything that the output's bytes depend on."""
+    files = sorted({info.file for info in model.shards.info.values()})
+    stats = {f: (model.folder / f).stat() for f in files}
+    return {
+        "model": {f: {"bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats.items()},
+        "config": json.loads((model.folder / "config.json").read_text(encoding="utf-8")),
+        "recipe": recipe.to_dict(),
+        "rows": None if rows is None else hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
+        "dtype": _name(model.dtype),
+        "device": model.device.type,
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("lowbit", "torch", "transformers")},
+    }
+
+
+def _estimate(
+    model: LayeredModel, plan: Plan, recipe: Recipe, rows: Tensor | None
+) -> list[str]:
+    """A sentence on how long the run will take, from its multiplications and this CPU's speed."""
+    if rows is None or model.device.type != "cpu":
+        return []
+    passes = 1 if recipe.execution.order == "sequential" else 2
+    forward = sum(out * columns for out, columns in (p.shape for p in plan.linears.values()))
+    hessians = {(n.rpartition(".")[0], p.shape[1]): p.shape[1] ** 2 for n, p in plan.linears.items()}
+    rate = matmul_flops(model.dtype), matmul_flops(torch.float32)
+    tokens = rows.numel()
+    seconds = 2 * tokens * (passes * forward / rate[0] + sum(hessians.values()) / rate[1] / 2)
+    seconds *= OVERHEAD
+    return [f"about {seconds / 60:.1f} minutes on this machine ({tokens} tokens)"]
+
+
+def _damping_raised(report: dict[str, Any], taken_by: WeightPass) -> bool:
+    return report.get("dampening_frac", 0) > taken_by.gptq.dampening_frac
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
