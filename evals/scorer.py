@@ -1,0 +1,130 @@
+"""Models as scorers: token ids in, logits out, by transformers' own forward pass.
+
+The reference architecture runs, not our runtime, so a measured difference is the weights' alone. A
+compressed-tensors checkpoint with quantized weights only gets its weights dequantized by our reader
+(the definition in kernels/affine.py) and needs no other package; every other quantized layout goes
+through transformers' loader for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calib.model import build_on_meta, load_config
+from ..calib.shards import Shards
+from ..kernels.errors import UserError
+from ..quantize.checkpoint.load import Checkpoint, read_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TransformersScorer:
+    """Token ids int64 [1, T] to logits [T, V] of a transformers causal LM, without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> Tensor:
+        ids = ids.to(self.model.device)
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if int(ids.max()) >= vocabulary:
+            raise UserError(
+                f"the tokenizer gives id {int(ids.max())}, but the model has {vocabulary} "
+                "embeddings: the tokenizer is another model's"
+            )
+        return self.model(input_ids=ids, use_cache=False).logits[0]
+
+
+def load_scorer(
+    folder: str | Path, dtype: str = "auto", device: torch.device | str = "cpu"
+) -> TransformersScorer:
+    """The model of a folder, ready to be measured.
+
+    `dtype`: of weights and computation; "auto" is float32 on a CPU, else the model's own. Raises
+    UserError when the folder is no causal LM, is damaged, or needs a package that is missing.
+    """
+    folder, device = Path(folder), torch.device(device)
+    torch_dtype = measuring_dtype(dtype, device, folder)
+    load = _load_dequantized if has_plain_activations(folder) else _load_by_transformers
+    return TransformersScorer(load(folder, torch_dtype).to(device).eval())
+
+
+def measuring_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
+    """The torch dtype that `name` means for the model in `folder` on `device`."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, got '{name}'")
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return getattr(load_config(folder), "dtype", None) or torch.float32
+
+
+def context_limit(folder: str | Path) -> int | None:
+    """How many positions the model of a folder takes; None where its config names no limit."""
+    return getattr(load_config(Path(folder)).get_text_config(), "max_position_embeddings", None)
+
+
+def has_plain_activations(folder: Path) -> bool:
+    """Whether it is a compressed-tensors checkpoint in which nothing but weights is quantized."""
+    quantization = read_config(folder).get("quantization_config") or {}
+    if quantization.get("quant_method") != "compressed-tensors":
+        return False
+    groups = quantization.get("config_groups", {}).values()
+    activations = [g.get(f"{side}_activations") for g in groups for side in ("input", "output")]
+    return not any(activations) and not quantization.get("kv_cache_scheme")
+
+
+def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
+    checkpoint = Checkpoint(folder)
+    config = load_config(folder)
+    del config.quantization_config
+    weights = {
+        name: checkpoint.shards.get(name)
+        for name in checkpoint.shards.names()
+        if name.rpartition(".")[0] not in checkpoint.schemes or name.endswith(".bias")
+    }
+    for module in checkpoint.schemes:
+        weights[f"{module}.weight"] = checkpoint.dense_weight(module, dtype)
+    model_class = type(build_on_meta(folder, config, dtype))
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    _require_all_weights(folder, info)
+    return model
+
+
+def _load_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    Shards(folder).close()  # finds absent, pickled and truncated files
+    if not read_config(folder).get("quantization_config"):
+        build_on_meta(folder, load_config(folder), dtype)  # finds what is no causal LM
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+    except (ImportError, ValueError, OSError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise UserError(f"transformers cannot load {folder}: {reason}") from e
+    model, info = loaded
+    _require_all_weights(folder, info)
+    return model
+
+
+def _require_all_weights(folder: Path, info: dict[str, Any]) -> None:
+    absent = sorted(info["missing_keys"])
+    if absent:
+        raise UserError(
+            f"{folder} lacks {len(absent)} of the model's weights, first '{absent[0]}'; it would "
+            "be measured with random ones"
+        )
