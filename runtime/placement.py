@@ -1,0 +1,53 @@
+"""Where a model runs and in which dtype, and what "auto" means for both.
+
+Device: CUDA or ROCm where there is one, else the CPU. Dtype on a GPU: that of the checkpoint. On a
+CPU: bfloat16 where a packed kernel can run (they compute in it), or where the CPU has bfloat16
+instructions and the checkpoint is of 16 bits (decode reads every weight once a token, so half the
+bytes is about half the time; float16 has no fast matrix product on a CPU); float32 otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..kernels.errors import UserError
+from ..kernels.linear_ops import LinearProblem, choose_linear
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device that `device` names; UserError when this machine does not have it."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(0, device=resolved)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"device '{device}' cannot be used: {str(e).splitlines()[0]}") from e
+    return resolved
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype,
+    device: torch.device,
+    stored: torch.dtype,
+    problems: Iterable[LinearProblem],
+) -> torch.dtype:
+    """The dtype of activations. stored: the checkpoint's. problems: its packed linears'."""
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, got '{dtype}'")
+        return DTYPES[dtype]
+    if device.type != "cpu":
+        return stored
+    as_bfloat16 = {p._replace(dtype=torch.bfloat16) for p in problems}
+    if any(choose_linear(p).candidate.name != "dequant" for p in as_bfloat16):
+        return torch.bfloat16
+    if stored != torch.float32 and torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,125 @@
+"""Pick the next token: pure functions of tensors, a row for each request.
+
+Temperature, then top-k, then top-p over what top-k left, then one draw by inverting the cumulative
+distribution in token order. The uniform number behind a draw is a hash of the request's seed and the
+position, and every operation works along a row. So a request's tokens do not depend on what else is
+in the batch, and a request that is preempted and computed again draws the same. Probabilities are
+float64: the 49 thousand terms of a vocabulary add up to 1 closely enough for exact top-p cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .request import UINT64, SamplingParams
+
+_FIRST_WIDTH = 64
+
+
+class SamplingBatch(NamedTuple):
+    """The parameters of the rows. temperature, top_p float64 [B]; top_k int64 [B], 0: off."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+
+
+def sampling_batch(params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
+    """The tensors of `params`, one row each. A top_k of -1 becomes 0."""
+    top_k = [max(p.top_k, 0) for p in params]
+    return SamplingBatch(
+        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        torch.tensor(top_k, dtype=torch.int64, device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        all(p.temperature == 0 for p in params),
+        any(top_k),
+        any(p.top_p < 1 for p in params),
+    )
+
+
+def sample(logits: Tensor, batch: SamplingBatch, uniforms: Sequence[float]) -> Tensor:
+    """Token ids int64 [B] from logits [B, vocabulary]; row b is greedy where its temperature is 0.
+
+    uniforms: one number in [0, 1) a row, see `uniform`.
+    """
+    greedy = logits.argmax(dim=-1)
+    if batch.all_greedy:
+        return greedy
+    drawn = draw(probabilities(logits, batch), torch.tensor(uniforms, dtype=torch.float64))
+    return torch.where(batch.temperature == 0, greedy, drawn)
+
+
+def probabilities(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The distribution that a draw is made from, float64 [B, vocabulary]; 0 where cut off."""
+    shifted = logits.double()
+    shifted = shifted - shifted.amax(dim=-1, keepdim=True)
+    temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    probs = torch.softmax(shifted / temperature.unsqueeze(-1), dim=-1)
+    if batch.any_top_k:
+        probs = keep_top_k(probs, batch.top_k)
+    if batch.any_top_p:
+        probs = keep_top_p(probs, batch.top_p)
+    return probs
+
+
+def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
+    """Only the top_k[b] largest of each row, renormalized; 0 keeps a row as it is."""
+    vocabulary = probs.shape[-1]
+    counts = torch.where(top_k == 0, vocabulary, top_k.clamp(max=vocabulary))
+    return _keep_largest(probs, counts)
+
+
+def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Only the fewest largest of each row whose sum reaches top_p[b], renormalized; 1 keeps all."""
+    vocabulary = probs.shape[-1]
+    width, target = _FIRST_WIDTH, top_p.unsqueeze(-1)
+    while True:  # few tokens carry the mass, as a rule: look at the whole row only if need be
+        width = min(width, vocabulary)
+        sums = probs.topk(width, dim=-1).values.cumsum(dim=-1)
+        if width == vocabulary or bool(((sums[:, -1:] >= target) | (target == 1)).all()):
+            break
+        width *= 8
+    counts = (sums < target).sum(dim=-1) + 1
+    counts = torch.where(top_p == 1, vocabulary, counts.clamp(max=vocabulary))
+    return _keep_largest(probs, counts)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 [B]: the first token at which the running sum of a row exceeds its uniform's share."""
+    sums = probs.cumsum(dim=-1)
+    share = uniforms.to(sums.device).unsqueeze(-1) * sums[:, -1:]
+    return (sums <= share).sum(dim=-1)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that is a hash of `seed` and `position` (splitmix64, Steele et al. 2014)."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) % UINT64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % UINT64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % UINT64
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def _keep_largest(probs: Tensor, counts: Tensor) -> Tensor:
+    """Exactly counts[b] largest of each row, among equals those with the lowest ids; sums to 1.
+
+    A row whose count is the whole vocabulary is left untouched.
+    """
+    vocabulary = probs.shape[-1]
+    cut = counts < vocabulary
+    if not bool(cut.any()):
+        return probs
+    width = int(counts[cut].max())
+    at = counts.clamp(max=width).unsqueeze(-1) - 1
+    threshold = probs.topk(width, dim=-1).values.gather(-1, at)
+    above, equal = probs > threshold, probs == threshold
+    room = counts.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
+    kept = torch.where(above | (equal & (equal.cumsum(dim=-1) <= room)), probs, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    return torch.where(cut.unsqueeze(-1), kept, probs)
