@@ -1,0 +1,240 @@
+"""A Hugging Face model folder's tokenizer, read into GGUF's form.
+
+tokenizer.json decides which kind it is: byte-level BPE ("gpt2") or BPE with byte fallback, which is
+sentencepiece ("llama"). The scores of the latter come from tokenizer.model where there is one; a
+tokenizer.json alone holds the same order as merges, the earliest merge that makes a token being its
+rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ...kernels.errors import UserError
+from . import vocab as v
+from .pretokenizers import identify
+from .spm_model import SpmModel, read_spm_model
+from .vocab import Vocab
+
+UNREACHABLE = -1e9  # score of a token that no merge makes
+
+
+def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> Vocab:
+    """The tokenizer of `folder`, padded to config's vocab_size; `pre` overrules the name found.
+
+    UserError when there is none, or of a kind that llama.cpp's `gpt2` and `llama` do not cover.
+    """
+    settings = _settings(folder)
+    spm_path = folder / "tokenizer.model"
+    spm = read_spm_model(spm_path) if spm_path.is_file() else None
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        parts = _read_json(path)
+        tokenizer = Tokenizer.from_file(str(path))
+        tokens, types = _tokens(parts)
+    elif spm:
+        parts, tokenizer = {}, None
+        tokens, types = _spm_tokens(spm, settings)
+    else:
+        raise UserError(
+            f"{folder} has neither tokenizer.json nor tokenizer.model; write one with "
+            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    special = _special_ids(folder, config, settings, tokens)
+    sentencepiece = not parts or _is_sentencepiece(parts, path)
+    tokens, types = _pad(tokens, types, config["vocab_size"])
+    return Vocab(
+        model="llama" if sentencepiece else "gpt2",
+        pre=pre or ("default" if sentencepiece or tokenizer is None else identify(tokenizer)),
+        tokens=tokens,
+        types=types,
+        scores=_scores(tokens, parts, spm) if sentencepiece else None,
+        merges=None if sentencepiece else _merges(parts),
+        special=special,
+        add_bos=_adds("bos", settings, tokenizer, special, default=sentencepiece),
+        add_eos=_adds("eos", settings, tokenizer, special, default=False),
+        add_space_prefix=sentencepiece and _prefixes_space(parts, spm, path),
+        chat_templates=_chat_templates(folder, settings),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} when the file is absent."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise UserError(f"{path} is not valid JSON: {e}") from e
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """special_tokens_map.json overlaid by tokenizer_config.json."""
+    return _read_json(folder / "special_tokens_map.json") | _read_json(
+        folder / "tokenizer_config.json"
+    )
+
+
+def _is_sentencepiece(parts: dict[str, Any], path: Path) -> bool:
+    """True for BPE with byte fallback, False for byte-level BPE; UserError for anything else."""
+    model = parts["model"]
+    if model.get("type") == "BPE" and model.get("byte_fallback"):
+        return True
+    if model.get("type") == "BPE" and '"ByteLevel"' in json.dumps(parts.get("pre_tokenizer")):
+        return False
+    raise UserError(
+        f"{path}: a {model.get('type')} tokenizer of this shape has no counterpart in llama.cpp's "
+        "llama architecture (known: byte-level BPE, BPE with byte fallback)"
+    )
+
+
+def _tokens(parts: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:
+    """Text and type of every id of a tokenizer.json."""
+    tokens = {i: token for token, i in parts["model"]["vocab"].items()}
+    byte_fallback = parts["model"].get("byte_fallback", False)
+    types = {
+        i: v.BYTE if byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token) else v.NORMAL
+        for i, token in tokens.items()
+    }
+    unknown = parts["model"].get("unk_token") if byte_fallback else None
+    for added in parts.get("added_tokens", []):
+        i, text = added["id"], added["content"]
+        if text == unknown:
+            types[i] = v.UNKNOWN
+        elif added["special"]:
+            types[i] = v.CONTROL
+        else:
+            types[i] = v.USER_DEFINED
+            text = text.replace(v.SPACE, " ") if byte_fallback else text
+        tokens[i] = text
+    return tokens, types
+
+
+def _spm_tokens(spm: SpmModel, settings: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:
+    """Text and type of every id of a tokenizer.model and the tokens added to it."""
+    tokens, types = dict(enumerate(spm.pieces)), dict(enumerate(spm.types))
+    for key, added in settings.get("added_tokens_decoder", {}).items():
+        i = int(key)
+        if types.get(i) == v.UNKNOWN:
+            continue
+        types[i] = v.CONTROL if added.get("special") else v.USER_DEFINED
+        tokens[i] = added["content"]
+    return tokens, types
+
+
+def _pad(tokens: dict[int, str], types: dict[int, int], rows: int) -> tuple[list[str], list[int]]:
+    """One token for each of the embedding's `rows`, [PADn] where the tokenizer has none."""
+    if max(tokens) >= rows:
+        raise UserError(
+            f"the tokenizer has token {max(tokens)} ({tokens[max(tokens)]!r}), but the embedding "
+            f"only {rows} rows; remove the token or resize the embedding"
+        )
+    return (
+        [tokens.get(i, f"[PAD{i}]") for i in range(rows)],
+        [types.get(i, v.UNUSED) for i in range(rows)],
+    )
+
+
+def _merge_pairs(parts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges, which tokenizer.json writes as "a b" or ["a", "b"]."""
+    pairs = (m.split(" ") if isinstance(m, str) else m for m in parts["model"]["merges"])
+    return [(a, b) for a, b in pairs]
+
+
+def _merges(parts: dict[str, Any]) -> list[str]:
+    return [f"{a} {b}" for a, b in _merge_pairs(parts)]
+
+
+def _scores(tokens: list[str], parts: dict[str, Any], spm: SpmModel | None) -> list[float]:
+    """A score a token: the higher of two is merged first."""
+    if spm is not None:
+        known = dict(zip(spm.pieces, spm.scores, strict=True))
+        return [known.get(token, UNREACHABLE) for token in tokens]
+    ranks: dict[str, int] = {}
+    for a, b in _merge_pairs(parts):
+        ranks.setdefault(a + b, len(ranks) + 1)
+    return [-float(ranks[t]) if t in ranks else UNREACHABLE for t in tokens]
+
+
+def _prefixes_space(parts: dict[str, Any], spm: SpmModel | None, path: Path) -> bool:
+    """Whether a sentencepiece tokenizer puts a space before the text."""
+    if not parts:
+        return spm is not None and spm.add_dummy_prefix
+    outer = parts.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    steps = outer.get("normalizers", [outer])
+    unknown = {s["type"] for s in steps} - {"Prepend", "Replace"}
+    if unknown:
+        raise UserError(f"{path}: llama.cpp has no normalizer {', '.join(sorted(unknown))}")
+    cut = parts.get("pre_tokenizer") or {}
+    if cut.get("type") == "Metaspace":
+        return cut.get("prepend_scheme", "always") != "never"
+    return any(s["type"] == "Prepend" for s in steps)
+
+
+def _adds(
+    role: str,
+    settings: dict[str, Any],
+    tokenizer: Tokenizer | None,
+    special: dict[str, int],
+    default: bool,
+) -> bool:
+    """Whether encoding a text adds bos before it or eos behind it: as set, else as it is done."""
+    explicit = settings.get(f"add_{role}_token")
+    if role not in special:
+        return False
+    if isinstance(explicit, bool):
+        return explicit
+    if tokenizer is None:
+        return default
+    ids = tokenizer.encode("a").ids
+    return bool(ids) and ids[0 if role == "bos" else -1] == special[role]
+
+
+def _special_ids(
+    folder: Path, config: dict[str, Any], settings: dict[str, Any], tokens: dict[int, str]
+) -> dict[str, int]:
+    """Role -> id: the tokenizer's own words first, then config.json and generation_config.json."""
+    ids = {text: i for i, text in tokens.items()}
+    generation = _read_json(folder / "generation_config.json")
+    special: dict[str, int] = {}
+    for role, short in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        named = settings.get(f"{short}_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        if text in ids:
+            special[role] = ids[text]
+        elif (listed := _listed(short, config, generation)) and listed[0] in tokens:
+            special[role] = listed[0]
+    ends = [i for i in _listed("eos", generation, config) if i != special.get("eos")]
+    if len(ends) > 2:
+        raise UserError(f"{folder} names {len(ends) + 1} end tokens; a GGUF file holds three")
+    return special | dict(zip(("eot", "eom"), ends, strict=False))
+
+
+def _listed(short: str, *configs: dict[str, Any]) -> list[int]:
+    """The ids that the first config with a {short}_token_id gives, which may be one or a list."""
+    for config in configs:
+        value = config.get(f"{short}_token_id")
+        if value is not None:
+            return list(value) if isinstance(value, list) else [int(value)]
+    return []
+
+
+def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Name -> template, from chat_template.jinja and its like or from tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    inline = settings.get("chat_template")
+    if isinstance(inline, str):
+        templates["default"] = inline
+    elif isinstance(inline, list):
+        templates |= {entry["name"]: entry["template"] for entry in inline}
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        templates["default"] = path.read_text(encoding="utf-8")
+    return templates
