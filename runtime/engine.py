@@ -101,8 +101,8 @@ class Engine:
         """Give every row its next token."""
         if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
             raise UserError(
-                f"the model's logits are not finite in {self.loaded.dtype}: its weights are damaged, "
-                "or its activations overflow; try dtype float32"
+                f"the model's logits are not finite in {self.loaded.dtype}: its weights are "
+                "damaged or its activations overflow; try dtype float32"
             )
         uniforms = [0.0 if r.params.temperature == 0 else uniform(r.seed, len(r.token_ids))
                     for r in batch.requests]  # fmt: skip
@@ -120,8 +120,8 @@ class Engine:
 class _Batch:
     """The rows that decode together and their place in the cache.
 
-    length: columns in use, the same for all rows. mask int64 [B, max_len], 0 for the columns left of
-    a row's prompt; None when all rows are full. positions int64 [B, 1] of the newest tokens.
+    length: columns in use, the same for all rows. mask int64 [B, max_len], 0 for the columns left
+    of a row's prompt; None when all rows are full. positions int64 [B, 1] of the newest tokens.
     """
 
     def __init__(self, wave: list[Request], config: Any, device: torch.device) -> None:

@@ -1,13 +1,13 @@
 """Keys and values of a batch in one tensor a layer, allocated once.
 
-A layer's keys are [batch, kv_heads, max_len, head_dim]. Prompts are computed one at a time, each into
-its own row and ending at the same column; decode then appends one column to all rows at once. So a
-prompt costs what it would alone, without padding, and rows of different length differ only in how
-many columns at their left are masked.
+A layer's keys are [batch, kv_heads, max_len, head_dim]. Prompts are computed one at a time, each
+into its own row and ending at the same column; decode then appends one column to all rows at once.
+So a prompt costs what it would alone, without padding, and rows of different length differ only in
+how many columns at their left are masked.
 
-The layers follow transformers' cache interface, so that any of its models can use them. Layers whose
-state is not plain keys and values (recurrent and convolution states) stay transformers' own; a model
-that has such layers is run one request at a time.
+The layers follow transformers' cache interface, so that any of its models can use them. Layers
+whose state is not plain keys and values (recurrent and convolution states) stay transformers' own;
+a model that has such layers is run one request at a time.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(checkpoint.folder)
     except (ValueError, KeyError, OSError, ImportError) as e:
         raise UserError(f"{checkpoint.folder}/config.json cannot be used: {e}") from e
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     return config
 
 
@@ -149,7 +148,7 @@ def _fill(
     """Put every tensor of the checkpoint into the model; the reports of its packed linears."""
     used: set[str] = set()
     reports = []
-    for module, scheme in tqdm(checkpoint.schemes.items(), desc="load linears", delay=2):
+    for module in tqdm(checkpoint.schemes, desc="load linears", delay=2):
         linear = _linear(checkpoint, model, module)
         quantized = checkpoint.quantized(module, device)
         expected = (linear.out_features, linear.in_features)

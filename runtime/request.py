@@ -1,4 +1,4 @@
-"""The nouns of serving, with vLLM's names: what is asked for, what comes back, and one in flight."""
+"""The nouns of serving, with vLLM's names: what is asked for, what comes back, one in flight."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ UINT64 = 1 << 64
 class SamplingParams:
     """How to pick tokens and when to stop.
 
-    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_p: keep the smallest set of
-    likeliest tokens with at least this mass (1: all). top_k: keep so many likeliest tokens (0 or -1:
-    all). stop: strings that end the text and are cut off it. seed: the draws depend on it and on the
-    position alone, not on what else runs; None: a fresh one for each request. ignore_eos: go on to
-    max_tokens whatever the model says.
+    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_p: keep the smallest set
+    of likeliest tokens with at least this mass (1: all). top_k: keep so many likeliest tokens (0 or
+    -1: all). stop: strings that end the text and are cut off it. seed: the draws depend on it and
+    on the position alone, not on what else runs; None: a fresh one for each request. ignore_eos: go
+    on to max_tokens whatever the model says.
     """
 
     max_tokens: int = 16
@@ -71,7 +71,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation. `token_ids` keep the end-of-sequence token, `text` has no special tokens."""
+    """One continuation. `token_ids` keep the end-of-sequence token, `text` drops special ones."""
 
     index: int
     text: str

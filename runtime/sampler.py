@@ -1,10 +1,11 @@
 """Pick the next token: pure functions of tensors, a row for each request.
 
 Temperature, then top-k, then top-p over what top-k left, then one draw by inverting the cumulative
-distribution in token order. The uniform number behind a draw is a hash of the request's seed and the
-position, and every operation works along a row. So a request's tokens do not depend on what else is
-in the batch, and a request that is preempted and computed again draws the same. Probabilities are
-float64: the 49 thousand terms of a vocabulary add up to 1 closely enough for exact top-p cuts.
+distribution in token order. The uniform number behind a draw is a hash of the request's seed and
+the position, and every operation works along a row. So a request's tokens do not depend on what
+else is in the batch, and a request that is preempted and computed again draws the same.
+Probabilities are float64: the 49 thousand terms of a vocabulary add up to 1 closely enough for
+exact top-p cuts.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a hash of `seed` and `position` (splitmix64, Steele et al. 2014)."""
+    """A number in [0, 1), a hash of `seed` and `position` (splitmix64, Steele et al. 2014)."""
     z = (seed + (position + 1) * 0x9E3779B97F4A7C15) % UINT64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % UINT64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % UINT64

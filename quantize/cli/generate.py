@@ -1,0 +1,99 @@
+"""`quantize generate`: text from an original model or a quantized checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ...runtime import LLM, RequestOutput
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(help="Model folder: original or quantized.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or to answer.")],
+    max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy: the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from this share of the probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string (repeat).")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on to --max-tokens.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat", help="Use the chat template; by default where it has one."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    verbose: Annotated[
+        bool, typer.Option(help="Kernels, speed and memory on standard error.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Generate text; it is written as it comes.
+
+    Example: quantize generate ./smollm2-w4 "What is the capital of France?" --max-tokens 64
+    """
+    from ...runtime import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
+    llm = LLM(model, device, dtype)
+    if verbose:
+        typer.echo(_describe(llm), err=True)
+    if chat is None:
+        chat = bool(getattr(llm.tokenizer, "chat_template", None))
+    asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
+    result: RequestOutput | None = None
+    for piece in llm.stream(asked, params):
+        if not isinstance(piece, str):
+            result = piece
+        elif not as_json:
+            typer.echo(piece, nl=False)
+    assert result is not None
+    typer.echo(json.dumps(_as_object(llm, result)) if as_json else "")
+    if verbose:
+        typer.echo(_speed(result), err=True)
+
+
+def _as_object(llm: LLM, result: RequestOutput) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        **asdict(result.outputs[0]),
+        "prompt": result.prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "metrics": asdict(result.metrics),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "device": str(llm.device),
+    }
+
+
+def _describe(llm: LLM) -> str:
+    """Device, dtype, and a line for each kind of packed linear: its kernel and why not another."""
+    lines = [f"{type(llm.model).__name__} on {llm.device} in {str(llm.dtype)[6:]}"]
+    kinds: dict[str, list[int]] = {}
+    for report in llm.linear_report():
+        p = report.problem
+        kind = f"{p.num_bits} bits, group {p.group_size}, {p.in_features} -> {p.out_features}"
+        kind += f", {'symmetric' if p.symmetric else 'asymmetric'}: {report.kernel}"
+        reasons = "; ".join(f"{name} {reason}" for name, reason in report.declined.items())
+        kinds.setdefault(f"{kind} ({reasons})" if reasons else kind, []).append(report.nbytes)
+    for kind, sizes in kinds.items():
+        lines.append(f"  {len(sizes)} linears of {kind}, {sum(sizes) / 1e6:.2f} MB")
+    return "\n".join(lines)
+
+
+def _speed(result: RequestOutput) -> str:
+    m = result.metrics
+    parts = [f"prefill: {m.prefill_tokens} tokens in {m.prefill_seconds:.2f} s"]
+    if m.decode_tokens:
+        rate = m.decode_tokens / m.decode_seconds
+        parts.append(f"decode: {m.decode_tokens} in {m.decode_seconds:.2f} s ({rate:.1f}/s)")
+    return ", ".join([*parts, f"ended by {result.outputs[0].finish_reason}"])
