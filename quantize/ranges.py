@@ -4,8 +4,8 @@ The search minimizes sum_j h_j (w_j - dequantize(quantize(w_j)))^2 over a group'
 diagonal of the layer's Hessian (the mean square of each input column): an input that is always small
 may be rounded badly. It tries shrunken ranges on a grid, and for symmetric formats both signs of the
 scale, since codes reach one step further down than up and a negative scale puts that step on the
-positive side (as llama.cpp's Q4_0 and AutoRound do); then it refits the scale to the codes by least
-squares. Scales are rounded to the dtype that stores them before their error is counted.
+positive side (as llama.cpp's Q4_0 and AutoRound do). The scale is refitted to the codes by least
+squares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.affine import code_range
 from .spec import Channel, Group, QuantSpec, TensorWise
 
-SHRINK_GRID = tuple(1.0 - 0.05 * i for i in range(10))  # share of the full range that is kept
+SHRINK_GRID = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)  # share of the full range that is kept
 REFITS = 2
 CHUNK_ELEMENTS = 1 << 18  # elements of a row chunk: keeps the search's temporaries in cache
 
@@ -99,13 +99,11 @@ def _search_symmetric(
     bottom = groups.amin(-1)
     # the range's longer side goes to the code qmin: a positive scale when it is the negative side
     longer = torch.where(top > -bottom, top, bottom)
-    best = _Best(groups, h)
+    search = _Search(groups, h, (qmin, qmax), None)
     for share in SHRINK_GRID:
         for scale in (longer * (share / qmin), longer * (share / -qmax)):
-            scale = _storable(scale, scale_dtype)
-            best.offer(scale, None, _codes(groups, scale, None, qmin, qmax))
-    best.refit(qmin, qmax, scale_dtype)
-    return QParams(best.scale, None)
+            search.offer(_storable(scale, scale_dtype))
+    return QParams(search.refit(scale_dtype), None)
 
 
 def _search_asymmetric(
@@ -114,55 +112,62 @@ def _search_asymmetric(
     qmin, qmax = code_range(num_bits)
     low = groups.amin(-1).clamp_(max=0)
     high = groups.amax(-1).clamp_(min=0)
-    best = _Best(groups, h)
+    search = _Search(groups, h, (qmin, qmax), torch.zeros_like(low))
     for share in SHRINK_GRID:
         scale, zero = _from_range(low * share, high * share, qmin, qmax, scale_dtype)
-        assert zero is not None
-        best.offer(scale, zero, _codes(groups, scale, zero, qmin, qmax))
-    best.refit(qmin, qmax, scale_dtype)
-    assert best.zero_point is not None
-    return QParams(best.scale, best.zero_point)
+        search.offer(scale, zero)
+    scale = search.refit(scale_dtype)
+    assert search.zero_point is not None
+    return QParams(scale, search.zero_point.to(torch.int8))
 
 
-def _codes(
-    groups: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int
-) -> Tensor:
-    """Centred codes (code - zero_point) as float [rows, groups, size]."""
-    q = (groups / scale.float().unsqueeze(-1)).round_()
-    if zero_point is None:
-        return q.clamp_(qmin, qmax)
-    z = zero_point.float().unsqueeze(-1)
-    return torch.minimum(torch.maximum(q, qmin - z), qmax - z)
+class _Search:
+    """The scale of each group whose codes fit the group best.
 
+    With q the centred codes (code - zero_point) that a candidate gives, the best scale for them is
+    s = sum(h w q) / sum(h q^2), which leaves the error sum(h w^2) - sum(h w q)^2 / sum(h q^2): so
+    candidates are ranked by the last term, as if each were refitted, and the winner is.
+    """
 
-class _Best:
-    """The best scale seen for each group, by weighted squared error."""
+    def __init__(
+        self, groups: Tensor, h: Tensor, codes: tuple[int, int], zero_point: Tensor | None
+    ) -> None:
+        self._groups, self._h, self._range = groups, h, codes
+        self._weighted = groups * h
+        self._gain = groups.new_full(groups.shape[:2], -1.0)
+        self._scale = torch.zeros_like(self._gain)
+        self.zero_point = zero_point
 
-    def __init__(self, groups: Tensor, h: Tensor) -> None:
-        self.groups, self.h = groups, h
-        self.error: Tensor | None = None
-        self.scale: Tensor
-        self.zero_point: Tensor | None = None
+    def offer(self, scale: Tensor, zero_point: Tensor | None = None) -> None:
+        """Keep the candidate in the groups in which it is the best so far."""
+        zero = None if zero_point is None else zero_point.float()
+        fitted, gain = self._fit(scale.float(), zero)
+        better = gain > self._gain
+        self._gain = torch.where(better, gain, self._gain)
+        self._scale = torch.where(better, fitted, self._scale)
+        if zero is not None:
+            assert self.zero_point is not None
+            self.zero_point = torch.where(better, zero, self.zero_point)
 
-    def offer(self, scale: Tensor, zero_point: Tensor | None, codes: Tensor) -> None:
-        difference = torch.addcmul(self.groups, codes, scale.float().unsqueeze(-1), value=-1)
-        error = difference.square_().mul_(self.h).sum(-1)
-        if self.error is None:
-            self.error, self.scale, self.zero_point = error, scale.clone(), zero_point
-            return
-        better = error < self.error
-        self.error = torch.where(better, error, self.error)
-        self.scale = torch.where(better, scale, self.scale)
-        if zero_point is not None and self.zero_point is not None:
-            self.zero_point = torch.where(better, zero_point, self.zero_point)
+    def refit(self, dtype: torch.dtype) -> Tensor:
+        """The best scales [rows, groups] in the dtype that stores them.
 
-    def refit(self, qmin: int, qmax: int, scale_dtype: torch.dtype) -> None:
-        """Least-squares scale for the best codes: sum h q w / sum h q^2; kept where it is better."""
+        Rounding anew with a refitted scale and refitting again never makes the error larger.
+        """
         for _ in range(REFITS):
-            codes = _codes(self.groups, self.scale, self.zero_point, qmin, qmax)
-            weighted = codes * self.h
-            norm = (weighted * codes).sum(-1)
-            fitted = (weighted * self.groups).sum(-1) / norm
-            scale = torch.where(norm > 0, fitted, self.scale.float())
-            scale = _storable(scale, scale_dtype)
-            self.offer(scale, self.zero_point, _codes(self.groups, scale, self.zero_point, qmin, qmax))
+            self._scale, _ = self._fit(_storable(self._scale, dtype).float(), self.zero_point)
+        return _storable(self._scale, dtype)
+
+    def _fit(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The least-squares scale for the codes that `scale` gives, and the error that it removes."""
+        q = (self._groups * scale.reciprocal().unsqueeze(-1)).round_()
+        qmin, qmax = self._range
+        if zero_point is None:
+            q.clamp_(qmin, qmax)
+        else:
+            zero = zero_point.unsqueeze(-1)
+            q = torch.minimum(torch.maximum(q, qmin - zero, out=q), qmax - zero, out=q)
+        product = torch.linalg.vecdot(q, self._weighted)
+        norm = torch.einsum("rgk,gk->rg", q.square_(), self._h[0])
+        fitted = torch.where(norm > 0, product / norm, scale)
+        return fitted, torch.where(norm > 0, product * fitted, 0.0)

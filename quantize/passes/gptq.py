@@ -41,7 +41,7 @@ class GPTQSettings:
     """
 
     dampening_frac: float = 0.01
-    block_size: int = 128
+    block_size: int = 64
     act_order: Literal["static", "none"] = "static"
     static_groups: bool = True
     scale_search: Literal["hessian", "minmax"] = "hessian"
@@ -167,14 +167,13 @@ def gptq_quantize(
         for i in range(stop - start):
             group = group_of[start + i]
             if not settings.static_groups and (start + i) % size == 0:
+                current = chunk[i : i + size] - u[:i, i : i + size].T @ errors[:i]
                 h = None if importance is None else importance[start + i : start + i + size]
-                rescaled = choose_qparams(chunk[i : i + size].T, spec, scale_dtype, h)
-                table.replace(group, rescaled)
-            code, value = table.round(chunk[i], group, spec.num_bits)
-            codes[start + i] = code
-            torch.sub(chunk[i], value, out=errors[i]).div_(u[i, i])
-            if i + 1 < stop - start:
-                chunk[i + 1 :].addr_(u[i, i + 1 :], errors[i], alpha=-1)
+                table.replace(group, choose_qparams(current.T, spec, scale_dtype, h))
+            # the errors of this block's earlier columns, gathered when the column is due
+            column = torch.addmv(chunk[i], errors[:i].T, u[:i, i], alpha=-1)
+            codes[start + i], value = table.round(column, group, spec.num_bits)
+            torch.sub(column, value, out=errors[i]).div_(u[i, i])
         error += errors.square().sum(0)
         if stop < columns:
             working[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
