@@ -1,0 +1,171 @@
+"""Give a model on meta its weights: packed linears for the quantized ones, tensors for the rest.
+
+Tensors are read, cast and put in their place one at a time, so the dense model never exists twice,
+and a quantized linear never exists dense at all. What the model needs and what the checkpoint holds
+must be the same set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..kernels.errors import UserError
+from ..kernels.linear_ops import LinearProblem
+from ..quantize.checkpoint.load import Checkpoint
+from ..quantize.spec import LayerScheme
+from .linear import LinearReport, PackedLinear, linear_problem
+from .names import names_in_model
+
+QUANTIZED_SUFFIXES = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
+)  # fmt: skip
+OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
+"""Buffers that older checkpoints hold and models compute by themselves now."""
+
+
+class Filler:
+    """The tensors of `checkpoint` on their way into `model`, whose parameters are on meta."""
+
+    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
+        self.checkpoint, self.model = checkpoint, model
+        self.folder = checkpoint.folder
+        names = names_in_model(model, checkpoint.shards.names())
+        self._stored = {name: stored for stored, name in names.items()}
+        self._unused = set(checkpoint.shards.names())
+
+    def problems(self, device: torch.device) -> Iterable[LinearProblem]:
+        """The kernel question of every quantized linear, for float32 activations."""
+        for module, _, scheme in self._quantized():
+            if scheme.input_activations is not None:
+                raise UserError(
+                    f"{module} quantizes its input activations, which is not run yet; use a "
+                    "checkpoint with quantized weights only (W4A16, W8A16, ...)"
+                )
+            linear = self._linear(module)
+            shape = (linear.out_features, linear.in_features)
+            yield linear_problem(module, scheme.weights, shape, torch.float32, device)
+
+    def fill(
+        self, device: torch.device, dtype: torch.dtype, kernel: str | None
+    ) -> list[LinearReport]:
+        """Put every tensor in its place; the reports of the packed linears.
+
+        kernel: the name of the one that all packed linears must run on.
+        """
+        reports = [
+            self._pack(module, stored, device, dtype, kernel)
+            for module, stored, _ in tqdm(list(self._quantized()), desc="load linears", delay=2)
+        ]
+        self._fill_parameters(device, dtype)
+        self._fill_buffers(device)
+        self._check_unused()
+        return reports
+
+    def _quantized(self) -> Iterable[tuple[str, str, LayerScheme]]:
+        """Name in the model, name in the checkpoint and scheme of every quantized linear."""
+        scale = ".weight_scale"
+        in_model = {s.removesuffix(scale): n.removesuffix(scale) for n, s in self._stored.items()}
+        for stored, scheme in self.checkpoint.schemes.items():
+            yield in_model[stored], stored, scheme
+
+    def _linear(self, module: str) -> nn.Linear:
+        try:
+            linear = self.model.get_submodule(module)
+        except AttributeError as e:
+            raise UserError(
+                f"{self.folder} holds a quantized '{module}', which the model does not have"
+            ) from e
+        if not isinstance(linear, nn.Linear):
+            raise UserError(f"'{module}' is quantized, but is a {type(linear).__name__}")
+        return linear
+
+    def _pack(
+        self,
+        module: str,
+        stored: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernel: str | None,
+    ) -> LinearReport:
+        linear = self._linear(module)
+        quantized = self.checkpoint.quantized(stored, device)
+        self._check_shape(f"{module}.weight", quantized.codes, linear.weight)
+        packed = PackedLinear(module, quantized, linear.bias, dtype, device, kernel)
+        parent, _, leaf = module.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, packed)
+        self._unused.difference_update(f"{stored}.{suffix}" for suffix in QUANTIZED_SUFFIXES)
+        return packed.report
+
+    def _fill_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Read every parameter; those that the model ties share one tensor."""
+        tied: dict[int, list[str]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(param), []).append(name)
+        for names in tqdm(tied.values(), desc="load tensors", delay=2):
+            found = {n: self._read(n) for n in names if n in self._stored}
+            if not found:
+                raise UserError(f"{self.folder} holds no tensor for the parameter '{names[0]}'")
+            first = next(iter(found.values()))
+            if all(torch.equal(t, first) for t in found.values()):
+                found = dict.fromkeys(names, first)
+            elif len(found) < len(names):
+                raise UserError(
+                    f"{self.folder}: config.json ties {', '.join(names)}, but the tensors "
+                    f"{', '.join(found)} differ"
+                )
+            self._assign(found, device, dtype)
+
+    def _assign(self, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Make `tensors` the parameters of these names; names with the same tensor share one."""
+        made: dict[int, nn.Parameter] = {}
+        for name, tensor in tensors.items():
+            owner, leaf = self._owner(name)
+            self._check_shape(name, tensor, getattr(owner, leaf))
+            if not tensor.is_floating_point():
+                raise UserError(f"'{name}' is stored as {tensor.dtype} with no scale beside it")
+            if id(tensor) not in made:
+                value = tensor.to(device, dtype, copy=True)  # off the file map
+                made[id(tensor)] = nn.Parameter(value, requires_grad=False)
+            owner._parameters[leaf] = made[id(tensor)]
+
+    def _fill_buffers(self, device: torch.device) -> None:
+        """Move all buffers to the device, and read those that the checkpoint holds."""
+        persistent = self.model.state_dict().keys()
+        for name, buffer in list(self.model.named_buffers()):
+            if name in persistent and name in self._stored:
+                buffer = self._read(name).to(buffer.dtype, copy=True)
+            owner, leaf = self._owner(name)
+            owner._buffers[leaf] = buffer.to(device)
+
+    def _read(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        self._unused.discard(stored)
+        return self.checkpoint.shards.get(stored)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that a parameter or buffer belongs to, and its name there."""
+        parent, _, leaf = name.rpartition(".")
+        return self.model.get_submodule(parent), leaf
+
+    def _check_shape(self, name: str, tensor: Tensor, expected: Tensor) -> None:
+        if tensor.shape != expected.shape:
+            raise UserError(
+                f"'{name}' has shape {tuple(tensor.shape)} in {self.folder}, but config.json asks "
+                f"for {tuple(expected.shape)}"
+            )
+
+    def _check_unused(self) -> None:
+        """UserError when the checkpoint holds tensors that the model has no place for."""
+        patterns = [OUTDATED, *map(re.compile, self.model._keys_to_ignore_on_load_unexpected or ())]
+        unexpected = [n for n in self._unused if not any(p.search(n) for p in patterns)]
+        if unexpected:
+            raise UserError(
+                f"{self.folder} holds {len(unexpected)} tensors that its model "
+                f"({type(self.model).__name__}) has no place for, first '{min(unexpected)}'"
+            )
