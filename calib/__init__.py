@@ -1,1 +1,1 @@
-"""Calibration: text to token rows, a Hugging Face model held one decoder layer at a time, statistics, the layer loop."""
+"""Calibration: text to token rows, a model held one decoder layer at a time, the layer loop."""

@@ -30,7 +30,9 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch
     """The dtype of forward passes. "auto": the model's own on a GPU; on a CPU bfloat16 where its
     matrix product is measured at least 1.4 times as fast as float32's, else float32."""
     if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[
+            name
+        ]
     if device.type != "cpu":
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
     ratio = matmul_flops(torch.bfloat16) / matmul_flops(torch.float32)

@@ -3,8 +3,8 @@ statistics to a worker that quantizes the linears that read it.
 
 Two orders. Sequential: all rows go through the layer in one forward pass; when they reach a linear,
 its input's statistics are taken, the worker quantizes it and the pass goes on with the quantized
-weight, so that every linear is calibrated on what it will really read, and each runs once. Parallel:
-batches of rows go through twice, first to observe the unquantized layer, then to hand its
+weight, so that every linear is calibrated on what it will really read, and each runs once.
+Parallel: batches of rows go through twice, first to observe the unquantized layer, then to hand its
 quantized output to the next one: less memory, twice the time.
 
 The loop knows no method by name: a worker says which statistics it needs.
@@ -53,7 +53,7 @@ class LayerWorker(Protocol):
         ...
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
-        """Put the stored weights of a layer that is already finished into it; False: not finished."""
+        """Put the stored weights of a finished layer into it; False: it is not finished."""
         ...
 
 
@@ -63,7 +63,7 @@ def run_layers(
     worker: LayerWorker,
     order: Order = "sequential",
     batch_size: int = 8,
-    progress: Callable[[str], None] = lambda name: None,
+    progress: Callable[[str], object] = lambda name: None,
 ) -> int:
     """Drive `worker` through every decoder layer; returns how many rows were dropped as non-finite.
 
@@ -184,7 +184,7 @@ def _parallel(
 
 
 def _without_data(
-    model: LayeredModel, worker: LayerWorker, progress: Callable[[str], None]
+    model: LayeredModel, worker: LayerWorker, progress: Callable[[str], object]
 ) -> None:
     for name in model.layers:
         with torch.inference_mode(), model.loaded(name) as layer:
@@ -207,7 +207,7 @@ class _RowGuard:
         return len(self._bad)
 
     def finite_rows(self, first: int, x: Tensor) -> Tensor:
-        """x [rows, seq, features] of the rows that start at `first`, without the non-finite ones."""
+        """x [rows, seq, features], whose first row is `first`, without its non-finite rows."""
         finite = torch.isfinite(x.flatten(1).sum(1))  # a sum is finite when all its terms are
         if bool(finite.all()):
             return x

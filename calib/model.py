@@ -23,7 +23,7 @@ from .shards import Shards
 
 
 class LayerCall(NamedTuple):
-    """One batch's input to a decoder layer: hidden states [rows, seq, hidden] and keyword arguments."""
+    """One batch's input to a decoder layer: hidden states [rows, seq, hidden] and keywords."""
 
     hidden: Tensor
     kwargs: dict[str, Any]
@@ -32,8 +32,8 @@ class LayerCall(NamedTuple):
 class LayeredModel:
     """`layers`: name -> decoder layer, in order; weights on meta unless loaded.
 
-    Raises UserError when the folder is no causal LM that transformers knows, when its decoder layers
-    cannot be found, or (on loading) when a tensor is missing or has another shape.
+    Raises UserError when the folder is no causal LM that transformers knows, when its decoder
+    layers cannot be found, or (on loading) when a tensor is missing or has another shape.
     """
 
     def __init__(
@@ -126,13 +126,15 @@ def owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def load_config(folder: Path) -> Any:
-    """The model's transformers config; UserError when it is no causal LM that transformers knows."""
+    """The model's transformers config; UserError when transformers does not know it."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as e:
-        raise UserError(f"{folder / 'config.json'} is not a config that transformers knows: {e}") from e
+        raise UserError(
+            f"{folder / 'config.json'} is not a config that transformers knows: {e}"
+        ) from e
 
 
 def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -151,7 +153,8 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
 
 
 def find_decoder_layers(model: Any) -> dict[str, nn.Module]:
-    """Name -> decoder layer: the longest nn.ModuleList of the base model whose members hold linears."""
+    """Name -> decoder layer: the outermost nn.ModuleList that has as many members as the model
+    has layers and holds linears."""
     candidates = [
         (name, module)
         for name, module in model.named_modules()

@@ -1,1 +1,1 @@
-"""Tensor operations on plain tensors and numbers: packing twins, the definition of quantize and dequantize, op dispatch. Imports nothing from the other folders."""
+"""Operations on plain tensors and numbers. Imports nothing from the other folders."""

@@ -1,8 +1,8 @@
 """The one definition of affine (integer) quantize and dequantize.
 
-value ~ (code - zero_point) * scale, with signed codes in [qmin, qmax] = [-2^(b-1), 2^(b-1) - 1] and a
-zero-point in the same range (None: 0). This is the domain of compressed-tensors; layouts that store
-unsigned codes add 2^(b-1) when they pack. Scales and zero-points hold one entry per group of
+value ~ (code - zero_point) * scale, with signed codes in [qmin, qmax] = [-2^(b-1), 2^(b-1) - 1] and
+a zero-point in the same range (None: 0). This is the domain of compressed-tensors; layouts that
+store unsigned codes add 2^(b-1) when they pack. Scales and zero-points hold one entry per group of
 consecutive input columns: [out, groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1].
 """
 

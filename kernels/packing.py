@@ -1,9 +1,9 @@
 """Pack and unpack twins: signed codes to the words that checkpoints store, and back.
 
-The compressed-tensors bitstream: code i of a row occupies bits [i*b, (i+1)*b) of a dense little-endian
-stream, cut into int32 words; the stored value is code + 2^(b-1). A row of n codes takes
-ceil(n*b/32) words, the unused top bits are zero. 32 codes fill exactly b words, so rows are handled
-in chunks of 32 codes.
+The compressed-tensors bitstream: code i of a row occupies bits [i*b, (i+1)*b) of a dense
+little-endian stream, cut into int32 words; the stored value is code + 2^(b-1). A row of n codes
+takes ceil(n*b/32) words, the unused top bits are zero. 32 codes fill exactly b words, so rows are
+handled in chunks of 32 codes.
 """
 
 from __future__ import annotations

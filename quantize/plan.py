@@ -1,7 +1,7 @@
-"""The plan: which linear gets which scheme, decided from names and shapes before any weight is read.
+"""The plan: which linear gets which scheme, from names and shapes, before any weight is read.
 
-Everything that can be refused is refused here: a target that matches nothing, two quantizers for one
-layer, a group size that divides nothing, a model that is already quantized.
+Everything that can be refused is refused here: a target that matches nothing, two quantizers for
+one layer, a group size that divides nothing, a model that is already quantized.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def matches(rule: str, name: str, module: nn.Module, by_class: bool) -> bool:
 def settle_group_size(
     taken_by: WeightPass, shapes: Mapping[str, tuple[int, int]]
 ) -> tuple[LayerScheme, str | None]:
-    """The scheme with a group size that divides every target's in_features, and why it was chosen."""
+    """The scheme with a group size that divides every target's in_features, and why."""
     scheme = taken_by.layer_scheme
     granularity = scheme.weights.granularity
     if not isinstance(granularity, Group):

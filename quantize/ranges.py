@@ -1,11 +1,11 @@
 """Choose scales and zero-points: the plain range of a group, or the one with the least error.
 
-The search minimizes sum_j h_j (w_j - dequantize(quantize(w_j)))^2 over a group's columns, with h the
-diagonal of the layer's Hessian (the mean square of each input column): an input that is always small
-may be rounded badly. It tries shrunken ranges on a grid, and for symmetric formats both signs of the
-scale, since codes reach one step further down than up and a negative scale puts that step on the
-positive side (as llama.cpp's Q4_0 and AutoRound do). The scale is refitted to the codes by least
-squares.
+The search minimizes sum_j h_j (w_j - dequantize(quantize(w_j)))^2 over a group's columns, with h
+the diagonal of the layer's Hessian (the mean square of each input column): an input that is always
+small may be rounded badly. It tries shrunken ranges on a grid, and for symmetric formats both signs
+of the scale, since codes reach one step further down than up and a negative scale puts that step on
+the positive side (as llama.cpp's Q4_0 and AutoRound do). The scale is refitted to the codes by
+least squares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 18  # elements of a row chunk: keeps the search's temporar
 
 
 class QParams(NamedTuple):
-    """scale [out, groups] in its stored dtype; zero_point int8 [out, groups] or None (symmetric)."""
+    """scale [out, groups] in its stored dtype; zero_point int8 [out, groups], None: symmetric."""
 
     scale: Tensor
     zero_point: Tensor | None
@@ -84,7 +84,7 @@ def _from_range(
 
 
 def _storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`scale` in the dtype that stores it; never zero (an all-zero group gets 1), never subnormal."""
+    """`scale` in the dtype that stores it; never zero (a group of zeros gets 1) or subnormal."""
     tiny = torch.finfo(dtype).tiny
     magnitude = scale.abs().clamp_(min=tiny, max=torch.finfo(dtype).max)
     signed = torch.where(scale < 0, -magnitude, magnitude)
@@ -159,7 +159,7 @@ class _Search:
         return _storable(self._scale, dtype)
 
     def _fit(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The least-squares scale for the codes that `scale` gives, and the error that it removes."""
+        """The least-squares scale for the codes that `scale` gives, and the error it removes."""
         q = (self._groups * scale.reciprocal().unsqueeze(-1)).round_()
         qmin, qmax = self._range
         if zero_point is None:

@@ -1,8 +1,8 @@
 """The recipe: what is quantized, where, how and on which calibration rows.
 
-Three small frozen configs per pass: the scheme (what), targets and ignore rules (where), the method's
-settings (how). A recipe is checked whole before any data is read, and reads and writes YAML; an
-unknown key is an error.
+Three small frozen configs per pass: the scheme (what), targets and ignore rules (where), the
+method's settings (how). A recipe is checked whole before any data is read, and reads and writes
+YAML; an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from ..kernels.errors import UserError
-from .passes.gptq import GPTQSettings
+from .passes.settings import GPTQSettings
 from .spec import LayerScheme, scheme_from_name
 
 Method = Literal["gptq", "rtn"]

@@ -1,4 +1,4 @@
-"""Run a recipe on a model: plan, calibrate, quantize layer by layer, save. What `quantize run` calls."""
+"""Run a recipe on a model: plan, calibrate, quantize layer by layer, save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from .checkpoint.save import check_output, save_checkpoint
 from .plan import Plan, make_plan, settled_recipe
 from .recipe import Recipe, WeightPass
 from .worker import PassWorker
-
 
 OVERHEAD = 1.6  # attention, elementwise work and the solver, over the matrix products alone
 Say = Callable[[str], None]
@@ -58,9 +57,9 @@ def quantize_model(
 ) -> RunResult:
     """Quantize the model in `folder` into the checkpoint `out`.
 
-    A run that was killed goes on after its last finished layer when it is called again with the same
-    arguments, and gives the same bytes. `say` is handed what the user should know before the long
-    work begins. Raises UserError before any of it for what cannot be done.
+    A run that was killed goes on after its last finished layer when it is called again with the
+    same arguments, and gives the same bytes. `say` is handed what the user should know before the
+    long work begins. Raises UserError before any of it for what cannot be done.
     """
     start = time.perf_counter()
     check_output(out, overwrite)
@@ -156,15 +155,15 @@ def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[
     }
 
 
-def _estimate(
-    model: LayeredModel, plan: Plan, recipe: Recipe, rows: Tensor | None
-) -> list[str]:
+def _estimate(model: LayeredModel, plan: Plan, recipe: Recipe, rows: Tensor | None) -> list[str]:
     """A sentence on how long the run will take, from its multiplications and this CPU's speed."""
     if rows is None or model.device.type != "cpu":
         return []
     passes = 1 if recipe.execution.order == "sequential" else 2
     forward = sum(out * columns for out, columns in (p.shape for p in plan.linears.values()))
-    hessians = {(n.rpartition(".")[0], p.shape[1]): p.shape[1] ** 2 for n, p in plan.linears.items()}
+    hessians = {
+        (n.rpartition(".")[0], p.shape[1]): p.shape[1] ** 2 for n, p in plan.linears.items()
+    }
     rate = matmul_flops(model.dtype), matmul_flops(torch.float32)
     tokens = rows.numel()
     seconds = 2 * tokens * (passes * forward / rate[0] + sum(hessians.values()) / rate[1] / 2)

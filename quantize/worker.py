@@ -1,4 +1,4 @@
-"""The worker that the layer loop drives: a thin adapter between a plan, the passes and the journal."""
+"""The worker that the layer loop drives: an adapter between a plan, the passes and the journal."""
 
 from __future__ import annotations
 
@@ -70,12 +70,15 @@ class PassWorker:
         factor = factor_hessian(hessian, settings)
         originals = [self._original(name) for name in members]
         stacked = torch.cat([weight for weight, _ in originals])
-        result = gptq_quantize(
-            stacked, factor, planned.scheme.weights, originals[0][1], settings
-        )
+        result = gptq_quantize(stacked, factor, planned.scheme.weights, originals[0][1], settings)
         energy = ((stacked @ hessian) * stacked).sum(1)
         heights = [len(weight) for weight, _ in originals]
-        parts = zip(_split(result.quantized, heights), result.error.split(heights), energy.split(heights), strict=True)
+        parts = zip(
+            _split(result.quantized, heights),
+            result.error.split(heights),
+            energy.split(heights),
+            strict=True,
+        )
         for name, (quantized, error, reference) in zip(members, parts, strict=True):
             self._keep(name, group.linears[name], quantized, {
                 "method": "gptq",
@@ -97,8 +100,10 @@ class PassWorker:
         return self._model.tensor_name(f"{name}.weight").removesuffix(".weight")
 
     def _original(self, name: str) -> tuple[Tensor, torch.dtype]:
-        """The original weight in float32, whatever the forward passes' dtype, and its stored dtype."""
-        weight = self._model.shards.get(self._model.tensor_name(f"{name}.weight"), self._model.device)
+        """The original weight in float32 (whatever the forward passes' dtype), its stored dtype."""
+        weight = self._model.shards.get(
+            self._model.tensor_name(f"{name}.weight"), self._model.device
+        )
         return weight.float(), weight.dtype
 
 

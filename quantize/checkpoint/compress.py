@@ -1,4 +1,4 @@
-"""Compress and decompress twins: a quantized weight and the tensors that compressed-tensors stores."""
+"""Compress and decompress twins: a quantized weight and the tensors that store it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from .ct_config import format_of
 def compress(module: str, q: Quantized) -> dict[str, Tensor]:
     """Tensor names and values of the quantized linear `module`.
 
-    pack-quantized: weight_packed int32 [out, ceil(in*b/32)], weight_scale [out, groups], weight_shape
-    int64 [2], and when asymmetric weight_zero_point int32 [ceil(out*b/32), groups].
-    int-quantized (8 bits): weight int8 [out, in], weight_scale, weight_zero_point int8 [out, groups].
+    pack-quantized: weight_packed int32 [out, ceil(in*b/32)], weight_scale [out, groups],
+    weight_shape int64 [2], and when asymmetric weight_zero_point int32 [ceil(out*b/32), groups].
+    int-quantized (8 bits): weight int8 [out, in], weight_scale, and when asymmetric
+    weight_zero_point int8 [out, groups].
     """
     bits = q.spec.num_bits
     tensors = {f"{module}.weight_scale": q.scale.contiguous()}

@@ -1,9 +1,9 @@
 """The journal of a run: finished layers on disk beside the output, so that a killed run goes on.
 
-A partial folder `OUT.partial` holds journal.json (what is being made, from what) and one safetensors
-file with its report for each finished layer. Files are written under a temporary name, fsynced and
-renamed: a file that has its name is whole. A run that finds a journal of other inputs refuses to
-mix and names the difference.
+A partial folder `OUT.partial` holds journal.json (what is being made, from what) and one
+safetensors file with its report for each finished layer. Files are written under a temporary name,
+fsynced and renamed: a file that has its name is whole. A run that finds a journal of other inputs
+refuses to mix and names the difference.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Journal:
     def __init__(self, out: Path, identity: dict[str, Any], restart: bool = False) -> None:
         """Open or start the journal of the output folder `out`.
 
-        identity: everything that the output's bytes depend on, as plain JSON values. Raises UserError
-        when a journal of another identity is there; `restart` throws it away instead.
+        identity: everything that the output's bytes depend on, as plain JSON values. Raises
+        UserError when a journal of another identity is there; `restart` throws it away instead.
         """
         self.folder = partial_folder(out)
         if restart:
@@ -71,13 +71,13 @@ class Journal:
 
     def _compare(self, there: dict[str, Any], here: dict[str, Any]) -> None:
         differences = [
-            f"{key}: {old!r} there, {new!r} here"
-            for key, old, new in _differences("", there, here)
+            f"{key}: {old!r} there, {new!r} here" for key, old, new in _differences("", there, here)
         ]
         if differences:
             raise UserError(
-                f"{self.folder} holds an unfinished run of other inputs ({'; '.join(differences)}); "
-                "repeat that run's command to finish it, or --restart to throw it away"
+                f"{self.folder} holds an unfinished run of other inputs "
+                f"({'; '.join(differences)}); repeat that run's command to finish it, or "
+                "--restart to throw it away"
             )
 
 
@@ -115,6 +115,8 @@ def _replace(path: Path, write: Any) -> None:
 
 
 def _save_synced(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({n: t.cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {n: t.cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"}
+    )
     with path.open("rb+") as f:
         os.fsync(f.fileno())

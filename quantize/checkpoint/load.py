@@ -1,8 +1,8 @@
 """Read a checkpoint folder: which modules are quantized, how, and their tensors.
 
 One reader serves original models (nothing is quantized) and compressed-tensors checkpoints
-(pack-quantized and int-quantized), so that the runtime, the evals and the exporters need no case for
-either.
+(pack-quantized and int-quantized), so that the runtime, the evals and the exporters need no case
+for either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ct_config import scheme_for_module, schemes_from_config
 class Checkpoint:
     """A model folder opened for reading.
 
-    `config`: config.json as a dict. `schemes`: module name -> LayerScheme of every quantized linear.
+    `config`: config.json as a dict. `schemes`: name -> LayerScheme of every quantized linear.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,9 +53,7 @@ class Checkpoint:
         if quantization is None:
             return {}
         groups = schemes_from_config(quantization, self.folder)
-        modules = [
-            n.rpartition(".")[0] for n in self.shards.names() if n.endswith(".weight_scale")
-        ]
+        modules = [n.rpartition(".")[0] for n in self.shards.names() if n.endswith(".weight_scale")]
         found = {m: scheme_for_module(m, groups) for m in modules}
         unclaimed = [m for m, s in found.items() if s is None]
         if unclaimed:

@@ -1,1 +1,74 @@
-"""The `quantize` command."""
+"""The `quantize` command: a module for each subcommand, with slow imports inside."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ...kernels.errors import UserError
+from .generate import generate
+from .inspect import inspect
+from .run import run
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, carried past typer's own handling."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as e:
+            raise _Interrupted from e
+
+
+app = typer.Typer(
+    name="quantize",
+    cls=_Commands,
+    help="Quantize Hugging Face language models, run them, measure what it cost, export to GGUF.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(run)
+app.command()(inspect)
+app.command()(generate)
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 2 for input that cannot be used, 130 for Ctrl-C, 1 for a
+    fault of lowbit's own, which alone shows a traceback."""
+    try:
+        app(prog_name="quantize")
+    except UserError as e:
+        _fail(str(e), 2)
+    except _Interrupted:
+        _fail("interrupted", 130)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            _fault()
+        _fail(f"no space left on the device{_at(e)}; free some or choose another place", 2)
+    except Exception:
+        _fault()
+
+
+def _at(e: OSError) -> str:
+    return f" ({e.filename})" if e.filename else ""
+
+
+def _fault() -> None:
+    traceback.print_exc()
+    _fail("this is a fault of lowbit, not of your input: please report it with the lines above", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"quantize: {message}", err=True)
+    sys.exit(code)

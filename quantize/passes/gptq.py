@@ -2,20 +2,19 @@
 
 Columns are rounded one after the other; the error of each is spread over the columns not yet
 rounded so that the layer's output on the calibration inputs changes least. With H = X^T X and
-U the upper Cholesky factor of H^-1 (H^-1 = U^T U), rounding column j with error e = (w_j - q_j) / U_jj
-subtracts e * U_j,k from every later column k.
+U the upper Cholesky factor of H^-1 (H^-1 = U^T U), rounding column j with error e = (w_j - q_j) /
+U_jj subtracts e * U_j,k from every later column k.
 
 This form: static activation order (columns in falling order of H's diagonal, groups stay in memory
 order, no g_idx), scales searched under that diagonal and fixed before the first column. Rows do not
 interact, so linears that share an input are stacked and solved at once. The weight is held
-transposed, [in, out], so that a column of the paper is a contiguous row here; updates beyond a block
-of columns are delayed to one matrix product ("lazy batch updates").
+transposed, [in, out], so that a column of the paper is a contiguous row here; updates beyond a
+block of columns are delayed to one matrix product ("lazy batch updates").
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,55 +23,16 @@ from ...kernels.affine import dequantize_affine, quantize_affine
 from ...kernels.errors import UserError
 from ..ranges import QParams, choose_qparams
 from ..spec import Group, Quantized, QuantSpec
-
-MAX_DAMP = 1.0  # share of the mean diagonal beyond which a Hessian is hopeless
-
-
-@dataclass(frozen=True)
-class GPTQSettings:
-    """How GPTQ runs.
-
-    dampening_frac: share of the mean of H's diagonal that is added to it, over 0.
-    block_size: columns between two lazy updates.
-    act_order: "static" processes columns in falling order of H's diagonal, "none" in memory order.
-    static_groups: scales fixed before from the original weights; otherwise each group's are chosen
-        from the current, error-compensated weights when its first column is reached.
-    scale_search: "hessian" minimizes squared error weighted by H's diagonal, "minmax" takes the range.
-    """
-
-    dampening_frac: float = 0.01
-    block_size: int = 64
-    act_order: Literal["static", "none"] = "static"
-    static_groups: bool = True
-    scale_search: Literal["hessian", "minmax"] = "hessian"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.dampening_frac <= MAX_DAMP:
-            raise UserError(
-                f"dampening_frac must be over 0 and at most {MAX_DAMP}, got {self.dampening_frac}"
-            )
-        if self.block_size < 1:
-            raise UserError(f"block_size must be at least 1, got {self.block_size}")
-        if self.act_order not in ("static", "none"):
-            raise UserError(f"act_order must be 'static' or 'none', got '{self.act_order}'")
-        if self.scale_search not in ("hessian", "minmax"):
-            raise UserError(
-                f"scale_search must be 'hessian' or 'minmax', got '{self.scale_search}'"
-            )
-        if self.act_order == "static" and not self.static_groups:
-            raise UserError(
-                "act_order 'static' needs static_groups: columns of several groups are "
-                "interleaved, so a group's scale must be known before its first column"
-            )
+from .settings import MAX_DAMP, GPTQSettings
 
 
 class Factor(NamedTuple):
     """A factored Hessian, shared by every linear that reads the same input.
 
     order int64 [in]: columns in processing order. u float32 [in, in]: upper Cholesky factor of the
-    inverse of the damped, reordered Hessian. diagonal float32 [in]: the damped diagonal, memory order.
-    dampening_frac: the share that made the factorization succeed. dead: number of columns whose
-    input was always zero.
+    inverse of the damped, reordered Hessian. diagonal float32 [in]: the damped diagonal, memory
+    order. dampening_frac: the share that made the factorization succeed. dead: number of columns
+    whose input was always zero.
     """
 
     order: Tensor

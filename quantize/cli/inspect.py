@@ -1,0 +1,75 @@
+"""`quantize inspect`: what a checkpoint holds, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import print_json
+
+if TYPE_CHECKING:
+    from ..spec import QuantSpec
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A model folder: original or quantized.")],
+    every: Annotated[bool, typer.Option("--all", help="A line for every linear.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Print a checkpoint's layers, schemes, bits per weight and size.
+
+    Example: quantize inspect ./smollm2-w4
+    """
+    from ...evals.size import size_report
+    from ..checkpoint.load import Checkpoint
+
+    opened = Checkpoint(checkpoint)
+    modules = {name: describe(scheme.weights) for name, scheme in opened.schemes.items()}
+    kept = Counter(
+        str(info.dtype).removeprefix("torch.")
+        for name, info in opened.shards.info.items()
+        if name.rpartition(".")[0] not in modules
+    )
+    facts = {
+        "model_type": opened.config.get("model_type"),
+        "layers": opened.config.get("num_hidden_layers"),
+        "schemes": dict(Counter(modules.values())),
+        "unquantized_tensors": dict(kept),
+        "size": size_report(checkpoint)._asdict(),
+        "modules": modules,
+    }
+    if as_json:
+        print_json(facts)
+        return
+    _table(checkpoint, facts, every)
+
+
+def describe(spec: QuantSpec) -> str:
+    """A scheme in words, such as "int4 symmetric, Group(size=64)"."""
+    kind = "symmetric" if spec.symmetric else "asymmetric"
+    return f"{spec.type}{spec.num_bits} {kind}, {spec.granularity}"
+
+
+def _table(checkpoint: Path, facts: dict[str, Any], every: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    size = facts["size"]
+    table = Table(title=str(checkpoint), show_header=False)
+    table.add_row("model", f"{facts['model_type']}, {facts['layers']} layers")
+    for scheme, count in facts["schemes"].items():
+        table.add_row("quantized", f"{count} linears: {scheme}")
+    for dtype, count in facts["unquantized_tensors"].items():
+        table.add_row("as they were", f"{count} tensors in {dtype}")
+    table.add_row("files", f"{size['file_bytes'] / 1e6:.1f} MB")
+    if size["bits_per_weight"] is not None:
+        table.add_row("bits per weight", f"{size['bits_per_weight']:.3f} over the whole model")
+    if size["quantized_bits_per_weight"] is not None:
+        table.add_row("", f"{size['quantized_bits_per_weight']:.3f} over the quantized linears")
+    if every:
+        for name, scheme in facts["modules"].items():
+            table.add_row(name, scheme)
+    Console().print(table)

@@ -1,0 +1,178 @@
+"""`quantize run`: a model and a recipe to a packed checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...kernels.errors import UserError
+from ..recipe import Calibration, Execution, Recipe, WeightPass
+from .common import print_json, say
+
+if TYPE_CHECKING:
+    from ..runner import RunResult
+
+PASS, CALIBRATION, EXECUTION = WeightPass(), Calibration(), Execution()
+GPTQ = PASS.gptq
+
+
+def _option(default: Any, help_text: str, *names: str, panel: str | None = None) -> Any:
+    """An option that is None unless it is given; the help shows the recipe's default."""
+    shown = "auto" if default is None else default
+    text = f"{help_text} \\[default: {shown}]"
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The checkpoint folder to make.")],
+    scheme: Annotated[str | None, _option(PASS.scheme, "What is stored: W4A16, W3A16, ...")] = None,
+    method: Annotated[str | None, _option(PASS.method, "gptq or rtn (no data).")] = None,
+    group_size: Annotated[
+        int | None, _option(None, "Input columns that share a scale; -1: one a channel.")
+    ] = None,
+    targets: Annotated[
+        list[str] | None, _option("Linear", "Names, re: patterns or class names (repeat).")
+    ] = None,
+    ignore: Annotated[list[str] | None, _option("none", "The same, to leave alone.")] = None,
+    calib: Annotated[
+        str | None,
+        _option(CALIBRATION.source, "wikitext, pydoc, auto, FILE.txt, FILE.jsonl or a Hub id."),
+    ] = None,
+    samples: Annotated[int | None, _option(CALIBRATION.samples, "Calibration rows.")] = None,
+    seq_len: Annotated[int | None, _option(CALIBRATION.seq_len, "Tokens of a row.")] = None,
+    seed: Annotated[int | None, _option(CALIBRATION.seed, "Of the draw of --shuffle.")] = None,
+    shuffle: Annotated[
+        bool | None,
+        _option("the first ones", "Draw the rows at random.", "--shuffle/--no-shuffle"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        str | None, _option(EXECUTION.dtype, "Of forward passes: auto, float32, bfloat16, float16.")
+    ] = None,
+    order: Annotated[
+        str | None, _option(EXECUTION.order, "sequential, or parallel (less memory).")
+    ] = None,
+    batch_size: Annotated[
+        int | None, _option(EXECUTION.batch_size, "Rows of a pass in the parallel order.")
+    ] = None,
+    dampening_frac: Annotated[
+        float | None,
+        _option(GPTQ.dampening_frac, "Share of H's mean diagonal added.", panel="GPTQ"),
+    ] = None,
+    block_size: Annotated[
+        int | None, _option(GPTQ.block_size, "Columns between lazy updates.", panel="GPTQ")
+    ] = None,
+    act_order: Annotated[
+        str | None, _option(GPTQ.act_order, "static or none.", panel="GPTQ")
+    ] = None,
+    static_groups: Annotated[
+        bool | None,
+        _option("on", "Scales fixed before.", "--static-groups/--no-static-groups", panel="GPTQ"),
+    ] = None,
+    scale_search: Annotated[
+        str | None, _option(GPTQ.scale_search, "hessian or minmax.", panel="GPTQ")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A recipe in YAML; options given beside it override it.")
+    ] = None,
+    dump_recipe: Annotated[
+        bool, typer.Option("--dump-recipe", help="Print the recipe that would run, and stop.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Throw an unfinished run away instead of going on.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Quantize a model into a packed checkpoint that transformers and vLLM load.
+
+    A run that was interrupted goes on when the same command is given again.
+
+    Example: quantize run ./SmolLM2-135M-Instruct -o ./smollm2-w4 --scheme W4A16 --group-size 64
+    """
+    chosen = build_recipe(
+        recipe,
+        weight_pass={
+            "scheme": scheme, "method": method, "group_size": group_size,
+            "targets": targets or None, "ignore": ignore or None,
+        },
+        gptq={
+            "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
+            "static_groups": static_groups, "scale_search": scale_search,
+        },
+        calibration={
+            "source": calib, "samples": samples, "seq_len": seq_len, "seed": seed,
+            "shuffle": shuffle,
+        },
+        execution={"order": order, "batch_size": batch_size, "dtype": dtype},
+    )  # fmt: skip
+    if dump_recipe:
+        typer.echo(chosen.to_yaml(), nl=False)
+        return
+    from ...calib.source import model_folder
+    from ..runner import quantize_model
+
+    try:
+        result = quantize_model(model_folder(model), out, chosen, device, overwrite, restart, say)
+    except KeyboardInterrupt:
+        say("the same command goes on after the last finished layer")
+        raise
+    _show(result, as_json)
+
+
+def build_recipe(
+    base: Path | None,
+    weight_pass: dict[str, Any],
+    gptq: dict[str, Any],
+    calibration: dict[str, Any],
+    execution: dict[str, Any],
+) -> Recipe:
+    """The recipe file (or the defaults) with every option that is not None put in its place.
+
+    UserError when an option of a pass is given beside a recipe of several passes.
+    """
+    data = (Recipe() if base is None else Recipe.from_yaml(base)).to_dict()
+    given = {**_given(weight_pass), **({"gptq": _given(gptq)} if _given(gptq) else {})}
+    if given and len(data["passes"]) > 1:
+        raise UserError(
+            f"'{next(iter(given))}' is given beside a recipe of {len(data['passes'])} passes; "
+            "change it in the recipe file"
+        )
+    if given:
+        settings = {**data["passes"][0]["gptq"], **given.pop("gptq", {})}
+        data["passes"][0] |= {**given, "gptq": settings}
+    data["calibration"] |= _given(calibration)
+    data["execution"] |= _given(execution)
+    return Recipe.from_dict(data)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _show(result: RunResult, as_json: bool) -> None:
+    from ...evals.size import size_report
+
+    size = size_report(result.out)
+    errors = result.relative_error
+    worst = max(errors, key=errors.__getitem__, default=None)
+    if as_json:
+        print_json({
+            "out": result.out, "seconds": result.seconds, "recipe": result.recipe.to_dict(),
+            "dtype": result.dtype, "notes": result.notes, "size": size._asdict(),
+            "resumed_layers": result.resumed_layers, "dropped_rows": result.dropped_rows,
+            "relative_error": errors,
+        })  # fmt: skip
+        return
+    say(
+        f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, "
+        f"{size.quantized_bits_per_weight:.3f} bits per quantized weight, {result.seconds:.0f} s"
+    )
+    if worst is not None:
+        mean = sum(errors.values()) / len(errors)
+        say(f"relative output error: mean {mean:.2e}, worst {errors[worst]:.2e} ({worst})")
