@@ -62,10 +62,8 @@ def hf_compressed(folder: Path, asymmetric: bool = False):
     An asymmetric one is dequantized at load: the default, to dequantize at the first call, fails on
     packed zero-points (compressed-tensors 0.20.1 expects them unpacked).
     """
-    config = CompressedTensorsConfig(dequantize=True) if asymmetric else None
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=config
-    ).eval()
+    extra = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra).eval()
 
 
 def token_ids(llm: LLM, prompts, params) -> list[list[int]]:
