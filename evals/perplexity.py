@@ -21,6 +21,7 @@ Scorer = Callable[[Tensor], Tensor]
 """Token ids int64 [1, T] to logits [T, V]; a fresh tensor, which the caller may overwrite."""
 
 CHUNK = 256  # positions
+MAX_EXPONENT = 700.0  # nats; exp of more is beyond float64
 
 
 class Perplexity(NamedTuple):
@@ -49,7 +50,7 @@ class NllTally:
 
     def result(self) -> Perplexity:
         nll, stderr = ratio_estimate(self.sums, self.counts)
-        perplexity = math.exp(nll)
+        perplexity = math.exp(nll) if nll < MAX_EXPONENT else math.inf
         return Perplexity(
             perplexity,
             None if stderr is None else perplexity * stderr,

@@ -8,6 +8,7 @@ through transformers' loader for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,35 +97,42 @@ def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
     for module in checkpoint.schemes:
         weights[f"{module}.weight"] = checkpoint.dense_weight(module, dtype)
     model_class = type(build_on_meta(folder, config, dtype))
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    return _complete(
+        folder,
+        lambda: model_class.from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        ),
     )
-    _require_all_weights(folder, info)
-    return model
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     Shards(folder).close()  # finds absent, pickled and truncated files
-    if not read_config(folder).get("quantization_config"):
+    quantization = read_config(folder).get("quantization_config")
+    if not quantization:
         build_on_meta(folder, load_config(folder), dtype)  # finds what is no causal LM
+    elif not AutoHfQuantizer.supports_quant_method(quantization):  # it would load codes as weights
+        method = quantization.get("quant_method")
+        raise UserError(f"{folder} is quantized with '{method}', which transformers does not read")
+    return _complete(
+        folder,
+        lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True),
+    )
+
+
+def _complete(folder: Path, load: Callable[[], Any]) -> Any:
+    """The model that `load` gives with its loading info; UserError when weights are missing."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
-        )
-    except (ImportError, ValueError, OSError) as e:
-        reason = str(e).strip().splitlines()[0]
+        model, info = load()
+    except (ImportError, ValueError, OSError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:400]
         raise UserError(f"transformers cannot load {folder}: {reason}") from e
-    model, info = loaded
-    _require_all_weights(folder, info)
-    return model
-
-
-def _require_all_weights(folder: Path, info: dict[str, Any]) -> None:
     absent = sorted(info["missing_keys"])
     if absent:
         raise UserError(
             f"{folder} lacks {len(absent)} of the model's weights, first '{absent[0]}'; it would "
             "be measured with random ones"
         )
+    return model

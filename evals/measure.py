@@ -1,0 +1,134 @@
+"""Measure a model, or several that were made from one base, in one pass over a text.
+
+All models are held at once and take turns on each window: the base's log-probabilities are computed
+once and serve every candidate, and nothing but running sums outlives the window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tqdm import tqdm
+
+from ..calib.device import resolve_device
+from ..calib.text import Text, load_tokenizer, tokenize
+from ..kernels.errors import UserError
+from .divergence import DivergenceTally
+from .perplexity import NllTally, Scorer, log_probabilities
+from .report import Protocol, Report, Row, environment
+from .scorer import context_limit, load_scorer
+from .size import size_report
+from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
+from .windows import Bos, Window, Windowing, cut_windows
+
+DEFAULT_CTX = 2048
+
+
+def plan_windowing(
+    folders: list[Path],
+    ctx: int | None = None,
+    stride: int | None = None,
+    bos: Bos = "none",
+    windows: int | None = 10,
+) -> Windowing:
+    """The windowing asked for, within the positions that every model takes.
+
+    `ctx` None: 2048, or the models' limit where that is lower. `stride` None: ctx. Raises UserError
+    for a ctx beyond the limit.
+    """
+    limits = {folder: limit for folder in folders if (limit := context_limit(folder)) is not None}
+    lowest = min(limits.values(), default=None)
+    if ctx is None:
+        ctx = min(DEFAULT_CTX, lowest or DEFAULT_CTX)
+    for folder, limit in limits.items():
+        if ctx > limit:
+            raise UserError(f"ctx {ctx} exceeds the {limit} positions of {folder}; lower --ctx")
+    return Windowing(ctx, ctx if stride is None else stride, bos, windows)
+
+
+def measure_models(
+    models: Mapping[str, str | Path],
+    text: Text,
+    windowing: Windowing,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    speed: SpeedPlan | None = None,
+) -> Report:
+    """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
+    the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
+
+    The base's tokenizer is used for all (else the first model's). Progress goes to standard error.
+    Raises UserError for a model or text that cannot be measured.
+    """
+    start = time.perf_counter()
+    assert models and (base is None or base in models), (list(models), base)
+    folders = {name: Path(folder) for name, folder in models.items()}
+    first = base or next(iter(folders))
+    where = resolve_device(device)
+    tokenizer = load_tokenizer(folders[first])
+    ids = tokenize(text.text, tokenizer, windowing.tokens)
+    windows = cut_windows(ids, windowing, tokenizer.bos_token_id)
+    sizes = {name: size_report(folder) for name, folder in folders.items()}
+    scorers = {name: load_scorer(folder, dtype, where) for name, folder in folders.items()}
+    used = str(scorers[first].dtype).removeprefix("torch.")
+    nll, kld = _tally(scorers, windows, base)
+    del scorers  # their memory is wanted by the processes that measure speed
+    speeds = _speeds(folders, speed)
+    rows = [
+        Row(
+            name,
+            str(folder),
+            nll[name].result(),
+            kld[name].result() if name in kld else None,
+            sizes[name],
+            speeds.get(name),
+        )
+        for name, folder in folders.items()
+    ]
+    protocol = Protocol(
+        base=base,
+        text=text.name,
+        text_sha256=text.sha256,
+        text_description=text.description,
+        tokenizer=str(folders[first]),
+        windowing=windowing,
+        windows=len(windows),
+        scored_tokens=rows[0].perplexity.tokens,
+        positions=sum(windowing.ctx - w.fresh for w in windows),
+        dtype=used,
+    )
+    return Report(protocol, environment(where), rows, time.perf_counter() - start)
+
+
+def _tally(
+    scorers: Mapping[str, Scorer], windows: list[Window], base: str | None
+) -> tuple[dict[str, NllTally], dict[str, DivergenceTally]]:
+    """The sums over all windows, of each model and of each but the base against it."""
+    others = [name for name in scorers if name != base]
+    nll = {name: NllTally() for name in scorers}
+    kld = {name: DivergenceTally() for name in others if base is not None}
+    steps = len(windows) * len(scorers)
+    with tqdm(total=steps, desc="measuring", unit="window", disable=None) as bar:
+        for window in windows:
+            reference = None
+            for name in ([base] if base is not None else []) + others:
+                log_probs = log_probabilities(scorers[name], window)
+                nll[name].add(log_probs, window)
+                if name == base:
+                    reference = log_probs
+                elif reference is not None:
+                    kld[name].add(reference, log_probs, window)
+                del log_probs  # before the next model makes its own
+                bar.update()
+    return nll, kld
+
+
+def _speeds(folders: Mapping[str, Path], plan: SpeedPlan | None) -> dict[str, DecodeSpeed]:
+    if plan is None:
+        return {}
+    bar = tqdm(folders.items(), desc="timing", unit="model", disable=None)
+    return {name: decode_speed_apart(folder, plan) for name, folder in bar}
