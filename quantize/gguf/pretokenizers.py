@@ -47,6 +47,7 @@ GPT4O = (
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(digits=True),
+    "starcoder": PreTokenizer(digits=True),
     "llama-bpe": PreTokenizer(LLAMA3, ignore_merges=True),
     "smaug-bpe": PreTokenizer(LLAMA3),
     "qwen2": PreTokenizer(QWEN2),

@@ -35,6 +35,8 @@ class Vocab:
     chat_templates: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.model == "gpt2" and not self.merges:
+            raise UserError("the tokenizer has no merges: llama.cpp loads no byte-level BPE so")
         ids: dict[str, int] = {}
         for i, token in enumerate(self.tokens):
             if ids.setdefault(token, i) != i:
