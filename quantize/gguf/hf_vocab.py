@@ -34,11 +34,11 @@ def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> 
     spm = read_spm_model(spm_path) if spm_path.is_file() else None
     path = folder / "tokenizer.json"
     if path.is_file():
-        parts = _read_json(path)
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer, parts = _read_tokenizer(path)
+        sentencepiece = _is_sentencepiece(parts, path)
         tokens, types = _tokens(parts)
     elif spm:
-        parts, tokenizer = {}, None
+        tokenizer, parts, sentencepiece = None, {}, True
         tokens, types = _spm_tokens(spm, settings)
     else:
         raise UserError(
@@ -46,7 +46,6 @@ def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> 
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     special = _special_ids(folder, config, settings, tokens)
-    sentencepiece = not parts or _is_sentencepiece(parts, path)
     tokens, types = _pad(tokens, types, config["vocab_size"])
     return Vocab(
         model="llama" if sentencepiece else "gpt2",
@@ -71,6 +70,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise UserError(f"{path} is not valid JSON: {e}") from e
+
+
+def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """tokenizer.json as the object and as its parts."""
+    try:
+        return Tokenizer.from_file(str(path)), _read_json(path)
+    except Exception as e:  # tokenizers raises nothing more precise
+        raise UserError(f"{path} is damaged or no tokenizer.json ({e})") from e
 
 
 def _settings(folder: Path) -> dict[str, Any]:
