@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.device import resolve_device
@@ -30,7 +34,7 @@ def plan_windowing(
     folders: list[Path],
     ctx: int | None = None,
     stride: int | None = None,
-    bos: Bos = "none",
+    bos: str = "none",
     windows: int | None = 10,
 ) -> Windowing:
     """The windowing asked for, within the positions that every model takes.
@@ -45,7 +49,7 @@ def plan_windowing(
     for folder, limit in limits.items():
         if ctx > limit:
             raise UserError(f"ctx {ctx} exceeds the {limit} positions of {folder}; lower --ctx")
-    return Windowing(ctx, ctx if stride is None else stride, bos, windows)
+    return Windowing(ctx, ctx if stride is None else stride, cast("Bos", bos), windows)
 
 
 def measure_models(
@@ -77,7 +81,7 @@ def measure_models(
     used = str(scorers[first].dtype).removeprefix("torch.")
     nll, kld = _tally(scorers, windows, base)
     del scorers  # their memory is wanted by the processes that measure speed
-    speeds = _speeds(folders, speed)
+    speeds = _speeds(folders, ids, speed, where)
     rows = [
         Row(
             name,
@@ -127,8 +131,13 @@ def _tally(
     return nll, kld
 
 
-def _speeds(folders: Mapping[str, Path], plan: SpeedPlan | None) -> dict[str, DecodeSpeed]:
+def _speeds(
+    folders: Mapping[str, Path], ids: Tensor, plan: SpeedPlan | None, device: torch.device
+) -> dict[str, DecodeSpeed]:
+    """Of each model, with the text's first tokens as the prompt and as many threads as here."""
     if plan is None:
         return {}
+    plan = replace(plan, threads=plan.threads or torch.get_num_threads())
+    prompt = ids[: plan.prompt_tokens].tolist()
     bar = tqdm(folders.items(), desc="timing", unit="model", disable=None)
-    return {name: decode_speed_apart(folder, plan) for name, folder in bar}
+    return {name: decode_speed_apart(f, prompt, plan, str(device)) for name, f in bar}

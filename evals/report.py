@@ -184,8 +184,8 @@ def _kernels(speed: DecodeSpeed) -> str:
     return "".join(f", {n} linears on {kernel}" for kernel, n in speed.kernels.items())
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f}"
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f}"
 
 
 COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
@@ -203,11 +203,11 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
         "NLL less base",
         _of_divergence(lambda d: _with_error(d.nll_difference, d.nll_difference_stderr, ".4f")),
     ),
-    ("weights file, MiB", lambda r: _mib(r.size.file_bytes)),
+    ("weights file, MB", lambda r: _megabytes(r.size.file_bytes)),
     ("bits/weight, linears / whole", lambda r: _bits(r.size)),
     (
         "decode, tokens/s",
         _of_speed(lambda s: f"{s.decode:.1f} ({s.decode_min:.1f}-{s.decode_max:.1f})"),
     ),
-    ("peak memory, MiB", _of_speed(lambda s: _mib(s.peak_memory))),
+    ("peak memory, MB", _of_speed(lambda s: _megabytes(s.peak_memory))),
 ]

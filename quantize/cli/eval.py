@@ -1,0 +1,77 @@
+"""`quantize eval`: perplexity, and how far a model has moved from its base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import say
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, original or quantized, or a Hub id.")],
+    base: Annotated[
+        str | None, typer.Option(help="The model it was made from: adds the divergence from it.")
+    ] = None,
+    text: Annotated[
+        str, typer.Option(help="wikitext, pydoc, auto, FILE.txt, FILE.jsonl or a Hub data set.")
+    ] = "auto",
+    ctx: Annotated[
+        int | None, typer.Option(help="Tokens of a window. [default: 2048, or the model's limit]")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens between windows. [default: ctx, no overlap]")
+    ] = None,
+    windows: Annotated[int, typer.Option(help="At most so many windows; 0: all.")] = 10,
+    bos: Annotated[
+        str, typer.Option(help="BOS in place of the first token of: none, first, each window.")
+    ] = "none",
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Also time the runtime's decode, one request.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the report too: FILE.md or FILE.json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Measure a model's perplexity and, with --base, its KL divergence from the original.
+
+    Every number comes with its protocol; docs/evals.md defines the words.
+
+    Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
+    """
+    from ...calib.source import model_folder
+    from ...calib.text import load_text, load_tokenizer
+    from ...evals.measure import measure_models, plan_windowing
+    from ...evals.speed import SpeedPlan
+    from ...kernels.errors import UserError
+
+    if report is not None and report.suffix not in (".md", ".json"):
+        raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
+    if windows < 0:
+        raise UserError(f"--windows must be 0 (all) or more, got {windows}")
+    models = {"base": model_folder(base)} if base is not None else {}
+    models["model"] = model_folder(model)
+    folders = list(models.values())
+    windowing = plan_windowing(folders, ctx, stride, bos, windows or None)
+    loaded = load_text(text, "evaluation", load_tokenizer(folders[0]))
+    say(f"text: {loaded.description}")
+    result = measure_models(
+        models,
+        loaded,
+        windowing,
+        base="base" if base is not None else None,
+        dtype=dtype,
+        device=device,
+        speed=SpeedPlan() if speed else None,
+    )
+    if report is not None:
+        written = result.to_json() if report.suffix == ".json" else result.to_markdown()
+        report.write_text(written, encoding="utf-8")
+    typer.echo(result.to_json() if as_json else result.to_markdown(), nl=False)
