@@ -7,7 +7,8 @@ run is the caller's mistake and is reported with the reason, never quietly repla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import UserError
 
@@ -24,7 +25,8 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
-class Choice(NamedTuple, Generic[C]):
+@dataclass(frozen=True)
+class Choice(Generic[C]):
     """The candidate taken, and the reasons of those before it in the table that declined."""
 
     candidate: C

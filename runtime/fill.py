@@ -20,7 +20,7 @@ from ..kernels.linear_ops import LinearProblem
 from ..quantize.checkpoint.load import Checkpoint
 from ..quantize.spec import LayerScheme
 from .linear import LinearReport, PackedLinear, linear_problem
-from .names import names_in_model
+from .names import merges_on_loading, names_in_model
 
 QUANTIZED_SUFFIXES = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
@@ -110,7 +110,7 @@ class Filler:
         for names in tqdm(tied.values(), desc="load tensors", delay=2):
             found = {n: self._read(n) for n in names if n in self._stored}
             if not found:
-                raise UserError(f"{self.folder} holds no tensor for the parameter '{names[0]}'")
+                raise self._missing(names[0])
             first = next(iter(found.values()))
             if all(torch.equal(t, first) for t in found.values()):
                 found = dict.fromkeys(names, first)
@@ -120,6 +120,15 @@ class Filler:
                     f"{', '.join(found)} differ"
                 )
             self._assign(found, device, dtype)
+
+    def _missing(self, name: str) -> UserError:
+        message = f"{self.folder} holds no tensor for the parameter '{name}'"
+        if merges_on_loading(self.model):
+            message += (
+                f" ({type(self.model).__name__} merges stored tensors on loading, such as those of "
+                "experts; that is not supported yet)"
+            )
+        return UserError(message)
 
     def _assign(self, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Make `tensors` the parameters of these names; names with the same tensor share one."""

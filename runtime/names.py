@@ -2,8 +2,7 @@
 
 transformers renames modules from time to time (GPT-NeoX's embed_out is lm_head now) and keeps a
 table of old names for each model; some checkpoints leave the base model's prefix out. Tensors that
-transformers would merge or split on loading (fused experts) are not converted: they end up in the
-report of missing tensors.
+transformers would merge or split on loading (fused experts) are not converted here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 
 def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
@@ -29,3 +28,8 @@ def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
         known = (c for c in candidates if c.rpartition(".")[0] in modules)
         names[name] = next(known, renamed)
     return names
+
+
+def merges_on_loading(model: Any) -> bool:
+    """Whether transformers makes some of the model's parameters out of several stored tensors."""
+    return any(isinstance(t, WeightConverter) for t in get_model_conversion_mapping(model))

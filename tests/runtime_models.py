@@ -19,8 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
@@ -57,6 +59,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi3": lambda: Phi3Config(**_GROUPED),
     "opt": lambda: OPTConfig(**_OPT),
     "gpt_neox": lambda: GPTNeoXConfig(**_SIZES),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "bloom": lambda: BloomConfig(  # no position ids: ALiBi from the attention mask
+        vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.3, **_SPECIAL
+    ),
+    "lfm2": lambda: Lfm2Config(  # state of convolutions beside keys and values
+        **_GROUPED, layer_types=["conv", "full_attention"], block_multiple_of=16
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from .runtime_models import (
     EOS,
     FAMILIES,
+    OTHERS,
     VOCAB,
     byte_tokenizer,
     fake_quantized,
@@ -133,6 +134,16 @@ def test_batched_equals_one_by_one(family, quantized):
     for max_num_seqs in (2, 3, 16):
         batched = LLM(quantized(family), dtype="float32", max_num_seqs=max_num_seqs)
         assert token_ids(batched, PROMPTS, params) == expected
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_models_with_other_state_equal_transformers(family, tmp_path):
+    """Prompts of different length at once, whether they share a batch or run one at a time."""
+    folder = save_tiny(tmp_path / family, OTHERS[family]())
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM(folder, dtype="float32")
+    for out in llm.generate(PROMPTS, GREEDY):
+        assert out.outputs[0].token_ids == hf_greedy(hf, out.prompt_token_ids, 64)
 
 
 def test_seed_decides_and_no_seed_is_random(originals):

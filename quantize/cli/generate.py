@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .common import print_json, say
 
 if TYPE_CHECKING:
     from ...runtime import LLM, RequestOutput
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Model folder: original or quantized.")],
+    model: Annotated[str, typer.Argument(help="Model folder, original or quantized, or a Hub id.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue, or to answer.")],
     max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy: the likeliest token.")] = 0.0,
@@ -22,7 +22,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Draw from so many likeliest tokens; 0: all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string (repeat).")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on to --max-tokens.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")
+    ] = False,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -34,7 +36,7 @@ def generate(
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     verbose: Annotated[
-        bool, typer.Option(help="Kernels, speed and memory on standard error.")
+        bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
 ) -> None:
@@ -42,12 +44,13 @@ def generate(
 
     Example: quantize generate ./smollm2-w4 "What is the capital of France?" --max-tokens 64
     """
+    from ...calib.source import model_folder
     from ...runtime import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
-    llm = LLM(model, device, dtype)
+    llm = LLM(model_folder(model), device, dtype)
     if verbose:
-        typer.echo(_describe(llm), err=True)
+        say(_describe(llm))
     if chat is None:
         chat = bool(getattr(llm.tokenizer, "chat_template", None))
     asked: Any = [{"role": "user", "content": prompt}] if chat else prompt
@@ -58,9 +61,12 @@ def generate(
         elif not as_json:
             typer.echo(piece, nl=False)
     assert result is not None
-    typer.echo(json.dumps(_as_object(llm, result)) if as_json else "")
+    if as_json:
+        print_json(_as_object(llm, result))
+    else:
+        typer.echo()
     if verbose:
-        typer.echo(_speed(result), err=True)
+        say(_speed(result))
 
 
 def _as_object(llm: LLM, result: RequestOutput) -> dict[str, Any]:
