@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.device import resolve_device
@@ -81,7 +80,7 @@ def measure_models(
     used = str(scorers[first].dtype).removeprefix("torch.")
     nll, kld = _tally(scorers, windows, base)
     del scorers  # their memory is wanted by the processes that measure speed
-    speeds = _speeds(folders, ids, speed, where)
+    speeds = _speeds(folders, speed, where)
     rows = [
         Row(
             name,
@@ -132,12 +131,11 @@ def _tally(
 
 
 def _speeds(
-    folders: Mapping[str, Path], ids: Tensor, plan: SpeedPlan | None, device: torch.device
+    folders: Mapping[str, Path], plan: SpeedPlan | None, device: torch.device
 ) -> dict[str, DecodeSpeed]:
-    """Of each model, with the text's first tokens as the prompt and as many threads as here."""
+    """Of each model, on the same device and with as many threads as the rest."""
     if plan is None:
         return {}
     plan = replace(plan, threads=plan.threads or torch.get_num_threads())
-    prompt = ids[: plan.prompt_tokens].tolist()
     bar = tqdm(folders.items(), desc="timing", unit="model", disable=None)
-    return {name: decode_speed_apart(f, prompt, plan, str(device)) for name, f in bar}
+    return {name: decode_speed_apart(f, plan, str(device)) for name, f in bar}

@@ -29,19 +29,19 @@ CHILD = (
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """How much is generated. `dtype`: the runtime's. `threads`: None leaves torch's."""
+    """`prompt`: token ids. `dtype`: the runtime's. `threads`: None leaves torch's."""
 
-    prompt_tokens: int = 64
+    prompt: list[int]
     new_tokens: int = 64
     repeats: int = 3
     dtype: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1 or self.new_tokens < 2 or self.repeats < 1:
+        if not self.prompt or self.new_tokens < 2 or self.repeats < 1:
             raise UserError(
                 "speed needs at least 1 prompt token, 2 new tokens and 1 repeat, got "
-                f"{self.prompt_tokens}, {self.new_tokens} and {self.repeats}"
+                f"{len(self.prompt)}, {self.new_tokens} and {self.repeats}"
             )
 
 
@@ -66,11 +66,8 @@ class DecodeSpeed(NamedTuple):
     kernels: dict[str, int]
 
 
-def decode_speed(
-    folder: str | Path, prompt: list[int], plan: SpeedPlan, device: str = "auto"
-) -> DecodeSpeed:
-    """Measure in this process; its memory so far counts. `prompt`: token ids, cut to the plan's
-    prompt_tokens."""
+def decode_speed(folder: str | Path, plan: SpeedPlan, device: str = "auto") -> DecodeSpeed:
+    """Measure in this process; its memory so far counts."""
     import torch
 
     from ..runtime import LLM, SamplingParams
@@ -78,17 +75,16 @@ def decode_speed(
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     llm = LLM(str(folder), device=device, dtype=plan.dtype)
-    prompt = prompt[: plan.prompt_tokens]
 
     def run(tokens: int) -> Any:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        return llm.generate([prompt], params, use_tqdm=False)[0].metrics
+        return llm.generate([plan.prompt], params, use_tqdm=False)[0].metrics
 
-    room = llm.max_model_len - len(prompt)
+    room = llm.max_model_len - len(plan.prompt)
     if room < plan.new_tokens:
         raise UserError(
             f"speed asks for {plan.new_tokens} new tokens, but {folder} has room for {room} after "
-            f"a prompt of {len(prompt)}"
+            f"a prompt of {len(plan.prompt)}"
         )
     run(min(WARM_UP_TOKENS, plan.new_tokens))
     runs = [run(plan.new_tokens) for _ in range(plan.repeats)]
@@ -101,7 +97,7 @@ def decode_speed(
         prefill=statistics.median(m.prefill_tokens / m.prefill_seconds for m in runs),
         peak_memory=peak_memory(),
         peak_device_memory=torch.cuda.max_memory_allocated(llm.device) if on_gpu else None,
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(plan.prompt),
         new_tokens=plan.new_tokens,
         repeats=plan.repeats,
         dtype=str(llm.dtype).removeprefix("torch."),
@@ -109,12 +105,10 @@ def decode_speed(
     )
 
 
-def decode_speed_apart(
-    folder: str | Path, prompt: list[int], plan: SpeedPlan, device: str = "auto"
-) -> DecodeSpeed:
+def decode_speed_apart(folder: str | Path, plan: SpeedPlan, device: str = "auto") -> DecodeSpeed:
     """The same in a fresh process. Raises UserError for what the user can mend, also when it is
     killed (as for want of memory)."""
-    request = json.dumps([str(folder), prompt, asdict(plan), device])
+    request = json.dumps([str(folder), asdict(plan), device])
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -139,9 +133,9 @@ def decode_speed_apart(
 
 def child() -> None:
     """The fresh process: a request on standard input, one line of JSON on standard output."""
-    folder, prompt, plan, device = json.load(sys.stdin)
+    folder, plan, device = json.load(sys.stdin)
     try:
-        answer = decode_speed(folder, prompt, SpeedPlan(**plan), device)._asdict()
+        answer = decode_speed(folder, SpeedPlan(**plan), device)._asdict()
     except UserError as e:
         answer = {"error": str(e)}
     sys.stdout.write("\n" + json.dumps(answer) + "\n")

@@ -86,6 +86,13 @@ def test_windows_zero_means_all(data: Path, tmp_path: Path) -> None:
     assert got["protocol"]["windows"] == tokens // 32 > 10
 
 
+def test_speed_is_timed_on_request(data: Path, story: str) -> None:
+    row = json.loads(
+        run(str(data / "stories260k"), "--text", story, *SMALL, "--speed", "--json").stdout
+    )["rows"][0]
+    assert row["speed"]["prompt_tokens"] == 64 and row["speed"]["decode"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -217,7 +217,7 @@ def test_context_beyond_the_model_is_refused(
 @pytest.fixture(scope="module")
 def report(original: Path, quantized: Callable[..., Path], stories: Text) -> Report:
     models = {"original": original, "w4": quantized("W4A16", 32), "w3": quantized("W3A16", 32)}
-    plan = SpeedPlan(prompt_tokens=3, new_tokens=8, repeats=3, threads=1)
+    plan = SpeedPlan([1, 403, 407], new_tokens=8, repeats=3, threads=1)
     windowing = Windowing(128, 128, windows=3)
     return measure_models(models, stories, windowing, base="original", speed=plan)
 
@@ -298,23 +298,23 @@ def test_an_infinite_perplexity_is_still_json(report: Report) -> None:
 
 def test_a_prompt_that_leaves_no_room_is_refused_in_the_other_process(original: Path) -> None:
     with pytest.raises(UserError, match="asks for 64 new tokens, but .* has room for 12"):
-        decode_speed_apart(original, [1] * 600, SpeedPlan(prompt_tokens=500))
+        decode_speed_apart(original, SpeedPlan([1] * 500))
 
 
 def test_a_killed_measurement_says_so(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "CHILD", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match="killed by signal 9"):
-        decode_speed_apart(original, [1], SpeedPlan())
+        decode_speed_apart(original, SpeedPlan([1]))
     monkeypatch.setattr(speed, "CHILD", "raise SystemExit(3)")
     with pytest.raises(RuntimeError, match="exit code 3"):
-        decode_speed_apart(original, [1], SpeedPlan())
+        decode_speed_apart(original, SpeedPlan([1]))
 
 
 def test_peak_memory_of_the_other_process_is_its_own(original: Path) -> None:
-    plan = SpeedPlan(new_tokens=2, repeats=1)
-    before = decode_speed_apart(original, [1], plan).peak_memory
+    plan = SpeedPlan([1], new_tokens=2, repeats=1)
+    before = decode_speed_apart(original, plan).peak_memory
     ballast = torch.ones(2**28)  # 1 GiB, resident here
-    after = decode_speed_apart(original, [1], plan).peak_memory
+    after = decode_speed_apart(original, plan).peak_memory
     assert ballast.numel() == 2**28
     assert 100 * 2**20 < after < before + 300 * 2**20
 
@@ -325,5 +325,5 @@ def test_a_folder_beside_us_cannot_shadow_a_package(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(tmp_path)
-    got: Any = decode_speed_apart(original, [1], SpeedPlan(new_tokens=2, repeats=1))
+    got: Any = decode_speed_apart(original, SpeedPlan([1], new_tokens=2, repeats=1))
     assert got.decode > 0

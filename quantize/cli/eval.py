@@ -9,6 +9,8 @@ import typer
 
 from .common import say
 
+SPEED_PROMPT = 64  # tokens
+
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model folder, original or quantized, or a Hub id.")],
@@ -47,7 +49,7 @@ def evaluate(
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
     from ...calib.source import model_folder
-    from ...calib.text import load_text, load_tokenizer
+    from ...calib.text import load_text, load_tokenizer, tokenize
     from ...evals.measure import measure_models, plan_windowing
     from ...evals.speed import SpeedPlan
     from ...kernels.errors import UserError
@@ -60,8 +62,10 @@ def evaluate(
     models["model"] = model_folder(model)
     folders = list(models.values())
     windowing = plan_windowing(folders, ctx, stride, bos, windows or None)
-    loaded = load_text(text, "evaluation", load_tokenizer(folders[0]))
+    tokenizer = load_tokenizer(folders[0])
+    loaded = load_text(text, "evaluation", tokenizer)
     say(f"text: {loaded.description}")
+    prompt = tokenize(loaded.text, tokenizer, SPEED_PROMPT).tolist()
     result = measure_models(
         models,
         loaded,
@@ -69,7 +73,7 @@ def evaluate(
         base="base" if base is not None else None,
         dtype=dtype,
         device=device,
-        speed=SpeedPlan() if speed else None,
+        speed=SpeedPlan(prompt) if speed else None,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
