@@ -11,6 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from ...kernels.errors import UserError
+from .demo import demo
+from .eval import evaluate
+from .export import export
 from .generate import generate
 from .inspect import inspect
 from .run import run
@@ -38,9 +41,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(demo)
 app.command()(run)
 app.command()(inspect)
 app.command()(generate)
+app.command("eval")(evaluate)
+app.command()(export)
 
 
 def main() -> None:

@@ -20,6 +20,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=_plain))
 
 
+def write_json(path: Path, value: Any) -> None:
+    """One JSON object as a file."""
+    path.write_text(json.dumps(value, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
