@@ -48,6 +48,7 @@ ROPES: list[dict[str, Any]] = [
         "beta_slow": 2.0,
     },
     LLAMA3,
+    {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 64},
 ]
 
 
@@ -147,10 +148,13 @@ def test_a_missing_entry_is_named() -> None:
         hparams.from_config(config)
 
 
-def test_foreign_rope_divisors_are_refused() -> None:
+@pytest.mark.parametrize(
+    "divisors", [torch.linspace(1, 3, 8), torch.ones(8), torch.full((8,), float("inf"))], ids=str
+)
+def test_foreign_rope_divisors_are_refused(divisors: torch.Tensor) -> None:
     keys = {"general.architecture": "llama", **hparams.to_keys(TINY)}
     with pytest.raises(UserError, match="rope_freqs"):
-        hparams.from_keys(keys, 96, False, torch.linspace(1, 3, 8))
+        hparams.from_keys(keys, 96, False, divisors)
 
 
 @pytest.mark.parametrize(

@@ -195,25 +195,23 @@ def from_keys(
     architecture = keys.get("general.architecture")
     if architecture != "llama":
         raise UserError(f"GGUF import knows the architecture llama; this file is a {architecture}")
-    try:
-        heads, hidden = keys["llama.attention.head_count"], keys["llama.embedding_length"]
-        head_dim = keys.get("llama.attention.key_length", hidden // heads)
-        h = Hyperparameters(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=keys["llama.feed_forward_length"],
-            num_hidden_layers=keys["llama.block_count"],
-            num_attention_heads=heads,
-            num_key_value_heads=keys.get("llama.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=keys["llama.context_length"],
-            rms_norm_eps=shortest(keys["llama.attention.layer_norm_rms_epsilon"]),
-            rope_theta=shortest(keys.get("llama.rope.freq_base", 10000.0)),
-            tie_word_embeddings=tied,
-            rope=_rope_from_keys(keys, head_dim, divisors),
-        )
-    except KeyError as e:
-        raise UserError(f"the GGUF file lacks the key {e}") from e
+    heads = _number(keys, "llama.attention.head_count")
+    hidden = _number(keys, "llama.embedding_length")
+    head_dim = _number(keys, "llama.attention.key_length", hidden // heads)
+    h = Hyperparameters(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=_number(keys, "llama.feed_forward_length"),
+        num_hidden_layers=_number(keys, "llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=_number(keys, "llama.attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_position_embeddings=_number(keys, "llama.context_length"),
+        rms_norm_eps=shortest(_number(keys, "llama.attention.layer_norm_rms_epsilon")),
+        rope_theta=shortest(_number(keys, "llama.rope.freq_base", 10000.0)),
+        tie_word_embeddings=tied,
+        rope=_rope_from_keys(keys, head_dim, divisors),
+    )
     if keys.get("llama.rope.dimension_count", head_dim) != head_dim:
         raise UserError("the GGUF file rotates a part of each head only, which no Llama does")
     if keys.get("llama.expert_count", 0):
@@ -221,27 +219,49 @@ def from_keys(
     return h
 
 
+def _number(keys: dict[str, Any], key: str, default: Any = None) -> Any:
+    """The positive number stored under `key`."""
+    value = keys.get(key, default)
+    if value is None:
+        raise UserError(f"the GGUF file lacks the key '{key}'")
+    if not isinstance(value, int | float) or not value > 0:
+        raise UserError(f"the GGUF file has {key} = {value!r}, which is no positive number")
+    return value
+
+
 def _rope_from_keys(keys: dict[str, Any], head_dim: int, divisors: Tensor | None) -> dict[str, Any]:
-    """The rope dict. Llama 3's numbers are not in a GGUF: the published ones are tried."""
+    """The rope dict; UserError for a scaling that config.json cannot say."""
     kind = keys.get("llama.rope.scaling.type", "none")
     if divisors is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": float(divisors.max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        theta = keys.get("llama.rope.freq_base", 10000.0)
-        ours = llama3_divisors(head_dim, theta, *(rope[k] for k in LLAMA3_KEYS))
-        if not torch.allclose(ours, divisors, rtol=1e-4):
-            raise UserError("the GGUF file's rope_freqs are not Llama 3's: cannot name its scaling")
-        return rope
+        return _llama3_from_divisors(divisors, keys.get("llama.rope.freq_base", 10000.0), head_dim)
     if kind == "none":
         return {"rope_type": "default"}
     rope = {"rope_type": kind}
     rope |= {name: keys[key] for name, (key, _) in SCALING_KEYS.items() if key in keys}
     return _checked_rope(rope)
+
+
+def _llama3_from_divisors(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's rope numbers, of which a GGUF file holds only the resulting divisors.
+
+    The largest one is the factor; an entry between 1 and the factor gives the original context,
+    low and high being 1 and 4 in every published model. The divisors are computed back to be sure.
+    """
+    low, high, factor = 1.0, 4.0, float(divisors.max())
+    foreign = UserError("the GGUF file's rope_freqs are not Llama 3's: cannot name its scaling")
+    if not 1 < factor < float("inf"):
+        raise foreign
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    blend = (1 / divisors.double() - 1 / factor) / (1 - 1 / factor)
+    middle = (blend - 0.5).abs().argmin()
+    turns = blend[middle] * (high - low) + low
+    original = round((2 * torch.pi * turns / frequency[middle]).item())
+    ours = llama3_divisors(head_dim, theta, factor, low, high, original)
+    if ours.shape != divisors.shape or not torch.allclose(ours, divisors, rtol=1e-4):
+        raise foreign
+    return {"rope_type": "llama3"} | dict(
+        zip(LLAMA3_KEYS, (factor, low, high, original), strict=True)
+    )
 
 
 def shortest(x: float) -> float:

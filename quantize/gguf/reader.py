@@ -95,6 +95,8 @@ class GGUFFile:
             kind = gguf.GGMLQuantizationType(cursor.scalar("I"))
             found.append((name, shape, kind, cursor.scalar("Q")))
         alignment = self.keys.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"alignment {alignment}")
         base = -(-cursor.at // alignment) * alignment
         for name, shape, kind, offset in found:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
