@@ -8,6 +8,7 @@ running the base model once with recorders in place of its layers.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..kernels.errors import UserError
 from ..kernels.meta import parameters_on_meta
 from .shards import Shards
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
 
 
 class LayerCall(NamedTuple):
@@ -44,6 +47,12 @@ class LayeredModel:
         self.config = load_config(self.folder)
         self.model = build_on_meta(self.folder, self.config, dtype)
         self.layers = find_decoder_layers(self.model)
+
+    def check_shards(self) -> None:
+        """UserError when a parameter of the base model has no tensor or one of another shape."""
+        prefix = self._base_prefix()
+        for name, param in self.model.base_model.named_parameters():
+            self._check_shape(prefix + name, param.shape)
 
     @torch.inference_mode()
     def layer_calls(self, rows: Tensor, batch_size: int) -> list[dict[str, LayerCall]]:
@@ -86,7 +95,10 @@ class LayeredModel:
         for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
             if name in self.shards:
                 return name
-        raise UserError(f"{self.folder} holds no tensor for the parameter '{parameter}'")
+        raise UserError(
+            f"{self.folder} holds no tensor for '{parameter}', which config.json asks for; "
+            "download the model again"
+        )
 
     def _base_prefix(self) -> str:
         for name, module in self.model.named_modules():
@@ -94,19 +106,24 @@ class LayeredModel:
                 return f"{name}." if name else ""
         raise AssertionError("a model contains its base model")
 
+    def _check_shape(self, name: str, shape: torch.Size) -> None:
+        stored = self.shards.info[self.tensor_name(name)].shape
+        if stored != tuple(shape):
+            raise UserError(
+                f"'{name}' has shape {stored} in {self.folder}, but config.json asks for "
+                f"{tuple(shape)}"
+            )
+
     def _fill(self, root: nn.Module, names: dict[str, str]) -> None:
         """Give each parameter of `root` (key) the shards' tensor (value), cast to the dtype."""
         for inner, name in names.items():
             module, leaf = owner(root, inner)
-            shape = module._parameters[leaf].shape  # type: ignore[union-attr]
+            param = module._parameters[leaf]
+            assert param is not None
+            self._check_shape(name, param.shape)
             tensor = self.shards.get(self.tensor_name(name))
-            if tensor.shape != shape:
-                raise UserError(
-                    f"'{name}' has shape {tuple(tensor.shape)} in {self.folder}, but config.json "
-                    f"asks for {tuple(shape)}"
-                )
             if not torch.isfinite(tensor).all():
-                raise UserError(f"'{name}' holds NaN or infinite values: the model is damaged")
+                raise UserError(f"'{name}' holds NaN or infinite values; download the model again")
             value = tensor.to(self.device, self.dtype)
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
@@ -130,10 +147,10 @@ def load_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as e:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as e:  # transformers raises whatever its config classes' checks raise
         raise UserError(
-            f"{folder / 'config.json'} is not a config that transformers knows: {e}"
+            f"{folder / 'config.json'} is not a config that transformers knows: {_reason(e)}"
         ) from e
 
 
@@ -145,11 +162,28 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
         )
     try:
         with parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            ).eval()
     except ValueError as e:
         raise UserError(
-            f"{folder} is not a causal language model (model_type '{config.model_type}'): {e}"
+            f"{folder} is not a causal language model (model_type '{config.model_type}'): "
+            f"{_reason(e)}"
         ) from e
+    except (RuntimeError, TypeError, ArithmeticError, LookupError, AttributeError) as e:
+        raise UserError(f"no model can be built from {folder / 'config.json'}: {_reason(e)}") from e
+    made_as = getattr(config, "architectures", None) or [type(model).__name__]
+    if not any(a.endswith(CAUSAL) or a == type(model).__name__ for a in made_as):
+        raise UserError(
+            f"{folder} holds a {made_as[0]}, not a causal language model; give one whose "
+            "'architectures' in config.json name a ...ForCausalLM"
+        )
+    return model
+
+
+def _reason(e: Exception) -> str:
+    """Another library's message on one line, or its kind where it has none."""
+    return textwrap.shorten(str(e), 240, placeholder=" ...") or type(e).__name__
 
 
 def find_decoder_layers(model: Any) -> dict[str, nn.Module]:
@@ -163,7 +197,11 @@ def find_decoder_layers(model: Any) -> dict[str, nn.Module]:
         and any(isinstance(m, nn.Linear) for m in module.modules())
     ]
     if not candidates:
-        raise UserError(f"cannot find the decoder layers of {type(model).__name__}")
+        raise UserError(
+            f"{type(model).__name__} has no list of its "
+            f"{model.config.get_text_config().num_hidden_layers} decoder layers that holds "
+            "nn.Linear modules, the only ones that lowbit quantizes; choose another model"
+        )
     name, layers = min(candidates, key=lambda c: c[0].count("."))
     return {f"{name}.{i}": layer for i, layer in enumerate(layers)}
 

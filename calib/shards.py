@@ -54,6 +54,8 @@ class Shards:
         for file in self._files():
             self._read_header(file)
         self._check_index()
+        if not self.info:
+            raise UserError(f"{self.folder} holds no tensors; download the model again")
 
     def names(self) -> list[str]:
         return list(self.info)
@@ -73,7 +75,8 @@ class Shards:
 
     def _files(self) -> list[str]:
         if not self.folder.is_dir():
-            raise UserError(f"no such model folder: {self.folder}")
+            what = "a file, not a model folder" if self.folder.exists() else "no such model folder"
+            raise UserError(f"{what}: {self.folder}")
         if (self.folder / INDEX).exists():
             files = sorted(set(self._index().values()))
             absent = [f for f in files if not (self.folder / f).is_file()]
@@ -94,10 +97,16 @@ class Shards:
         raise UserError(f"{self.folder} holds no .safetensors file")
 
     def _index(self) -> dict[str, str]:
+        path = self.folder / INDEX
         try:
-            return json.loads((self.folder / INDEX).read_text())["weight_map"]
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"{self.folder / INDEX} is not a safetensors index: {e}") from e
+            raise UserError(f"{path} is not a safetensors index: {e}") from e
+        if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+            raise UserError(
+                f"{path} is not a safetensors index: weight_map must map names to files"
+            )
+        return files
 
     def _check_index(self) -> None:
         if (self.folder / INDEX).exists():

@@ -12,6 +12,7 @@ import hashlib
 import json
 import platform
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,11 +85,12 @@ def load_tokenizer(model: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as e:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as e:  # a damaged tokenizer.json makes the tokenizers library raise just that
+        reason = textwrap.shorten(str(e), 160, placeholder=" ...")
         raise UserError(
             f"{model} has no tokenizer that transformers can load (tokenizer.json or "
-            "tokenizer.model); copy the original model's tokenizer files there"
+            f"tokenizer.model); copy the original model's tokenizer files there ({reason})"
         ) from e
 
 
