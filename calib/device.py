@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 
 import torch
@@ -20,9 +21,12 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"device '{name}' cannot be used here: {str(e).splitlines()[0]}") from e
+        torch.zeros(1, device=device).item()  # what is on meta has no value
+    except (RuntimeError, AssertionError, ImportError) as e:
+        reason = textwrap.shorten(str(e), 100, placeholder=" ...")
+        raise UserError(
+            f"device '{name}' cannot be used here; use auto, cpu, cuda or cuda:N ({reason})"
+        ) from e
     return device
 
 

@@ -41,6 +41,8 @@ class Calibration:
         _at_least_one("samples", self.samples)
         if self.seq_len < 2:
             raise UserError(f"seq_len must be at least 2, got {self.seq_len}")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Recipe:
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise UserError(f"{path} is not valid YAML: {e}") from e
+            raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
         return cls.from_dict(data if data is not None else {})
 
 
@@ -158,16 +160,24 @@ def _build(cls: type[T], data: Any, where: str) -> T:
     for key, value in data.items():
         default = getattr(defaults, key)
         if isinstance(default, tuple):
-            if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
                 raise UserError(f"{where}: '{key}' must be a list of strings, got {value!r}")
             value = tuple(value)
-        elif isinstance(default, float) and type(value) is int:
+        elif isinstance(default, float) and _is_number(value):
             value = float(value)
         elif type(value) is not type(default) and not _optional_int(default, value):
             kind = "int or null" if default is None else type(default).__name__
             raise UserError(f"{where}: '{key}' must be {kind}, got {value!r}")
         values[key] = value
     return cls(**values)
+
+
+def _is_number(value: Any) -> bool:
+    """Also for text like "1e-2", which YAML 1.1 does not take for a number."""
+    try:
+        return type(value) in (int, str) and float(value) is not None
+    except ValueError:
+        return False
 
 
 def _optional_int(default: Any, value: Any) -> bool:
