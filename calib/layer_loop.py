@@ -48,8 +48,11 @@ class LayerWorker(Protocol):
         """Quantize the group's linears and put the values that are stored into their weights."""
         ...
 
-    def finish(self, layer_name: str) -> None:
-        """Called when all linears of a layer are quantized: store them."""
+    def finish(self, layer_name: str, dropped: list[int]) -> None:
+        """Called when all linears of a layer are quantized: store them.
+
+        dropped: the calibration rows left out as non-finite up to here.
+        """
         ...
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
@@ -64,8 +67,8 @@ def run_layers(
     order: Order = "sequential",
     batch_size: int = 8,
     progress: Callable[[str], object] = lambda name: None,
-) -> int:
-    """Drive `worker` through every decoder layer; returns how many rows were dropped as non-finite.
+) -> None:
+    """Drive `worker` through every decoder layer.
 
     rows: token ids int64 [rows, seq], or None when the worker needs no statistics.
     batch_size: rows of one forward pass (parallel order; sequential takes all at once).
@@ -74,7 +77,7 @@ def run_layers(
     if rows is None:
         assert not worker.needs, "statistics need calibration rows"
         _without_data(model, worker, progress)
-        return 0
+        return
     assert set(worker.needs) <= set(STATISTICS), worker.needs
     size = len(rows) if order == "sequential" else batch_size
     with torch.inference_mode():
@@ -91,9 +94,8 @@ def run_layers(
                 else:
                     step = _sequential if order == "sequential" else _parallel
                     states = step(name, layer, calls, worker, guard)
-                    worker.finish(name)
+                    worker.finish(name, guard.dropped)
             progress(name)
-    return guard.dropped
 
 
 def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
@@ -145,7 +147,7 @@ def _sequential(
     def on_arrival(group: dict[str, nn.Linear]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             statistics = _new_statistics(worker, args[0])
-            finite = guard.finite_rows(0, args[0])
+            finite = guard.finite_rows(0, call, args[0])
             for statistic in statistics.values():
                 statistic.add(finite)
             worker.quantize(InputGroup(group, statistics))
@@ -167,7 +169,7 @@ def _parallel(
     def observe(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             statistics[index] = statistics[index] or _new_statistics(worker, args[0])
-            finite = guard.finite_rows(first_row, args[0])
+            finite = guard.finite_rows(first_row, call, args[0])
             for statistic in statistics[index].values():
                 statistic.add(finite)
 
@@ -191,7 +193,7 @@ def _without_data(
             if not worker.restore(name, layer):
                 for linear_name, linear in _wanted_linears(name, layer, worker).items():
                     worker.quantize(InputGroup({linear_name: linear}, {}))
-                worker.finish(name)
+                worker.finish(name, [])
         progress(name)
 
 
@@ -203,15 +205,25 @@ class _RowGuard:
         self._bad: set[int] = set()
 
     @property
-    def dropped(self) -> int:
-        return len(self._bad)
+    def dropped(self) -> list[int]:
+        return sorted(self._bad)
 
-    def finite_rows(self, first: int, x: Tensor) -> Tensor:
-        """x [rows, seq, features], whose first row is `first`, without its non-finite rows."""
-        finite = torch.isfinite(x.flatten(1).sum(1))  # a sum is finite when all its terms are
+    def finite_rows(self, first: int, call: LayerCall, x: Tensor) -> Tensor:
+        """x without its non-finite rows: what a linear reads when the layer is called with `call`,
+        whose first row is `first`.
+
+        x is [rows, seq, features], or flattened to [rows * seq, features]. Some other number of
+        tokens (an expert's) cannot be traced to rows: its non-finite ones are left out one by one.
+        """
+        rows, seq = call.hidden.shape[:2]
+        if x.ndim == 2 and len(x) == rows * seq:
+            x = x.reshape(rows, seq, -1)
+        # a sum is finite when all its terms are; float32, where a sum of float16 cannot overflow
+        finite = torch.isfinite(x.flatten(1).sum(1, dtype=torch.float32))
         if bool(finite.all()):
             return x
-        self._bad.update((first + torch.nonzero(~finite)[:, 0]).tolist())
+        if len(x) == rows:
+            self._bad.update((first + torch.nonzero(~finite)[:, 0]).tolist())
         if len(self._bad) > MAX_DROPPED * self._rows:
             raise UserError(
                 f"{len(self._bad)} of {self._rows} calibration rows hold NaN or infinite "

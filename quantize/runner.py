@@ -24,7 +24,7 @@ from ..kernels.errors import UserError
 from .checkpoint.journal import Journal, unfinished_identity
 from .checkpoint.save import check_output, save_checkpoint
 from .plan import Plan, make_plan, settled_recipe
-from .recipe import Recipe, WeightPass
+from .recipe import DTYPES, Recipe, WeightPass
 from .worker import PassWorker
 
 OVERHEAD = 1.6  # attention, elementwise work and the solver, over the matrix products alone
@@ -62,11 +62,12 @@ def quantize_model(
     long work begins. Raises UserError before any of it for what cannot be done.
     """
     start = time.perf_counter()
-    check_output(out, overwrite)
+    check_output(folder, out, overwrite)
     where = resolve_device(device)
     dtype = _forward_dtype(recipe, where, folder, out, restart)
     model = LayeredModel(folder, dtype, where)
     plan = make_plan(model, recipe)
+    model.check_shards()
     recipe = settled_recipe(recipe, plan)
     rows, text = _calibration_rows(model, recipe) if recipe.needs else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
@@ -79,11 +80,13 @@ def quantize_model(
         say(note)
     worker = PassWorker(model, plan, journal)
     with tqdm(total=len(model.layers), desc="quantizing", unit="layer", disable=None) as bar:
-        dropped = run_layers(
+        run_layers(
             model, rows, worker, recipe.execution.order, recipe.execution.batch_size,
             progress=lambda _: bar.update(),
         )  # fmt: skip
-    linears = {n: r for name in model.layers for n, r in journal.report(name).items()}
+    reports = [journal.report(name) for name in model.layers]
+    linears = {n: r for report in reports for n, r in report["linears"].items()}
+    dropped = len(set().union(*(report["dropped_rows"] for report in reports)))
     raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
     if raised:
         notes.append(f"damping was raised for {len(raised)} linears, first {raised[0]}")
@@ -111,7 +114,7 @@ def _forward_dtype(
     """The forward passes' dtype; an unfinished run keeps what it began with where it is "auto"."""
     begun = None if restart else unfinished_identity(out)
     name = recipe.execution.dtype
-    if begun is not None and name == "auto":
+    if begun is not None and name == "auto" and begun.get("dtype") in DTYPES:
         name = begun["dtype"]
     shards = Shards(folder)
     widest = max(shards.info.values(), key=lambda info: info.nbytes)

@@ -39,8 +39,9 @@ class PassWorker:
             method = self._plan.linears[members[0]].taken_by.method
             (self._gptq if method == "gptq" else self._rtn)(members, group)
 
-    def finish(self, layer_name: str) -> None:
-        self._journal.write(layer_name, self._tensors, self._report)
+    def finish(self, layer_name: str, dropped: list[int]) -> None:
+        report = {"linears": self._report, "dropped_rows": dropped}
+        self._journal.write(layer_name, self._tensors, report)
         self._tensors, self._report = {}, {}
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
