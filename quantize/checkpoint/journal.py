@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ...kernels.errors import UserError
-from .raw import fsync_folder, write_text
+from .raw import fsync_folder, write_tensors, write_text
 
 JOURNAL = "journal.json"
+SHOWN = 4  # differences that a refusal names
 
 
 class Journal:
@@ -33,12 +36,23 @@ class Journal:
         UserError when a journal of another identity is there; `restart` throws it away instead.
         """
         self.folder = partial_folder(out)
+        if self.folder.exists() and not _is_ours(self.folder):
+            raise UserError(
+                f"{self.folder}, where the unfinished run is to be kept, holds something else; "
+                "move it away or choose another output"
+            )
         if restart:
             self.remove()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as e:
+            raise UserError(
+                f"{self.folder} cannot be made ({e.strerror}); choose another output"
+            ) from e
         path = self.folder / JOURNAL
-        if path.exists():
-            self._compare(json.loads(path.read_text(encoding="utf-8")), identity)
+        there = unfinished_identity(out)
+        if there is not None:
+            self._compare(there, identity)
         else:
             _replace(path, lambda p: write_text(p, json.dumps(identity, indent=2)))
         self.resumed = sum(1 for _ in self.folder.glob("*.safetensors"))
@@ -51,16 +65,19 @@ class Journal:
 
     def load(self, layer: str) -> dict[str, Tensor]:
         """The tensors of a finished layer."""
-        return load_file(self.file(layer))
+        try:
+            return load_file(self.file(layer))
+        except SafetensorError as e:
+            raise _damaged(self.file(layer)) from e
 
     def report(self, layer: str) -> dict[str, Any]:
         """The report of a finished layer, as it was given to `write`."""
-        return json.loads(self._report_file(layer).read_text(encoding="utf-8"))
+        return _read_json(self._report_file(layer))
 
     def write(self, layer: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> None:
         """Record a finished layer; the tensors come last, since their file is the sign of it."""
         _replace(self._report_file(layer), lambda p: write_text(p, json.dumps(report)))
-        _replace(self.file(layer), lambda p: _save_synced(tensors, p))
+        _replace(self.file(layer), lambda p: write_tensors(p, tensors))
 
     def remove(self) -> None:
         if self.folder.exists():
@@ -70,13 +87,13 @@ class Journal:
         return self.folder / f"{layer}.report.json"
 
     def _compare(self, there: dict[str, Any], here: dict[str, Any]) -> None:
-        differences = [
-            f"{key}: {old!r} there, {new!r} here" for key, old, new in _differences("", there, here)
-        ]
-        if differences:
+        found = _differences("", there, here)
+        if found:
+            named = [f"{key}: {_short(a)} there, {_short(b)} here" for key, a, b in found]
+            more = f"; {len(named) - SHOWN} more" if len(named) > SHOWN else ""
             raise UserError(
                 f"{self.folder} holds an unfinished run of other inputs "
-                f"({'; '.join(differences)}); repeat that run's command to finish it, or "
+                f"({'; '.join(named[:SHOWN])}{more}); repeat that run's command to finish it, or "
                 "--restart to throw it away"
             )
 
@@ -89,7 +106,30 @@ def partial_folder(out: Path) -> Path:
 def unfinished_identity(out: Path) -> dict[str, Any] | None:
     """The identity of the unfinished run of `out`, None when there is none."""
     path = partial_folder(out) / JOURNAL
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return _read_json(path) if path.exists() else None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `folder` is an unfinished run's, perhaps killed before it wrote its journal."""
+    if not folder.is_dir():
+        return False
+    return (folder / JOURNAL).is_file() or all(p.name == f"{JOURNAL}.tmp" for p in folder.iterdir())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise _damaged(path) from e
+    if not isinstance(value, dict):
+        raise _damaged(path)
+    return value
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(
+        f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
+    )
 
 
 def _differences(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
@@ -106,17 +146,13 @@ def _differences(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
     return [] if a == b else [(path, a, b)]
 
 
+def _short(value: Any) -> str:
+    return textwrap.shorten(json.dumps(value), 80, placeholder=" ...")
+
+
 def _replace(path: Path, write: Any) -> None:
     """Write under a temporary name, then give the file its name."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     os.replace(temporary, path)
     fsync_folder(path.parent)
-
-
-def _save_synced(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(
-        {n: t.cpu().contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"}
-    )
-    with path.open("rb+") as f:
-        os.fsync(f.fileno())

@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ...calib.shards import DTYPES, INDEX
 
@@ -74,12 +78,23 @@ def write_shards(
     return total
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write and fsync tensors as one safetensors file.
+
+    (The library's own writer reports a full disk as a damaged file.)
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda t: -t[1].element_size())
+    with _synced(path) as out:
+        out.write(_header((n, names[t.dtype], list(t.shape), t.nbytes) for n, t in ordered))
+        for _, tensor in ordered:
+            out.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
 def write_text(path: Path, text: str) -> None:
     """Write and fsync a text file."""
-    with path.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
+    with _synced(path) as f:
+        f.write(text.encode("utf-8"))
 
 
 def fsync_folder(folder: Path) -> None:
@@ -91,26 +106,40 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """`path` opened for writing and fsynced when it is whole; an OSError names it."""
+    try:
+        with path.open("wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
 def _write_file(path: Path, tensors: list[RawTensor]) -> None:
     # widest elements first: every tensor is then aligned to its element size
     ordered = sorted(tensors, key=lambda t: -DTYPES[t.dtype].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for t in ordered:
-        header[t.name] = {
-            "dtype": t.dtype, "shape": t.shape, "data_offsets": [end, end + t.nbytes],
-        }  # fmt: skip
-        end += t.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+    with _synced(path) as out:
+        out.write(_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered))
         for t in ordered:
             with t.file.open("rb") as source:
                 source.seek(t.offset)
                 _copy(source, out, t.nbytes)
-        out.flush()
-        os.fsync(out.fileno())
+
+
+def _header(tensors: Iterable[tuple[str, str, list[int], int]]) -> bytes:
+    """Length and header of a file of tensors (name, dtype, shape, bytes) in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _copy(source: BinaryIO, out: BinaryIO, nbytes: int) -> None:

@@ -22,8 +22,15 @@ WEIGHT_SUFFIXES = (
 )  # fmt: skip
 
 
-def check_output(out: Path, overwrite: bool) -> None:
-    """UserError when the output folder cannot be made under its name."""
+def check_output(source: Path, out: Path, overwrite: bool) -> None:
+    """UserError when the output folder cannot be made under its name.
+
+    Nor may it hold the model's folder `source` or lie within it: the one would be replaced along
+    with it, and the other's files are copied.
+    """
+    inside, outside = out.resolve(), source.resolve()
+    if inside.is_relative_to(outside) or outside.is_relative_to(inside):
+        raise UserError(f"{out} and the model's folder {source} overlap; choose another output")
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; choose another output or pass --overwrite to replace it")
     if out.exists() and not (out / "config.json").exists():
@@ -70,29 +77,32 @@ def save_checkpoint(
 
 
 def put_in_place(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`, replacing an older `out`."""
-    old = out.with_name(out.name + ".old")
+    """Rename `folder` to `out`; an older `out` is left beside where `folder` was."""
+    old = folder.with_name("replaced")
     if out.exists():
+        if old.exists():
+            shutil.rmtree(old)
         os.replace(out, old)
     os.replace(folder, out)
     fsync_folder(out.absolute().parent)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
     """Everything that rode with the model: tokenizer, chat template, generation config, others."""
     for path in sorted(source.iterdir()):
-        if path.name.startswith(".") or path.name in ("config.json", INDEX):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name, ignore=_only_side_files)
-        elif not _is_weights(path.name):
-            shutil.copyfile(path, folder / path.name)
+        if path.name not in ("config.json", INDEX):
+            _copy_side_file(path, folder / path.name)
 
 
-def _only_side_files(_: str, names: list[str]) -> list[str]:
-    return [n for n in names if _is_weights(n) or n.startswith(".")]
+def _copy_side_file(path: Path, target: Path) -> None:
+    if path.name.startswith(".") or _is_weights(path.name):
+        return
+    if path.is_dir():
+        target.mkdir()
+        for inner in sorted(path.iterdir()):
+            _copy_side_file(inner, target / inner.name)
+    else:
+        shutil.copyfile(path, target)
 
 
 def _is_weights(name: str) -> bool:
