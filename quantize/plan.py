@@ -105,13 +105,15 @@ def match_linears(
 
 
 def matches(rule: str, name: str, module: nn.Module, by_class: bool) -> bool:
-    """Whether a target or ignore rule names this module: exactly, by "re:" pattern, or by class."""
+    """Whether a target or ignore rule names this module: exactly, by "re:" pattern, or by the name
+    of its class or of one that it is derived from (as compressed-tensors' readers match)."""
     if rule.startswith("re:"):
         try:
             return re.match(rule[3:], name) is not None
         except re.error as e:
             raise UserError(f"'{rule}' is not a valid regular expression: {e}") from e
-    return rule == name or (by_class and rule == type(module).__name__)
+    classes = type(module).__mro__ if by_class else ()
+    return rule == name or any(rule == c.__name__ for c in classes)
 
 
 def settle_group_size(
