@@ -18,6 +18,14 @@ from .generate import generate
 from .inspect import inspect
 from .run import run
 
+_MORE_SPACE = "free some or choose another place"
+_OTHER_PLACE = "choose a place that you may use"
+REMEDIES = {
+    errno.ENOSPC: _MORE_SPACE, errno.EDQUOT: _MORE_SPACE, errno.EACCES: _OTHER_PLACE,
+    errno.EPERM: _OTHER_PLACE, errno.EROFS: _OTHER_PLACE,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}  # fmt: skip
+
 
 class _Interrupted(Exception):
     """Ctrl-C, carried past typer's own handling."""
@@ -59,15 +67,12 @@ def main() -> None:
     except _Interrupted:
         _fail("interrupted", 130)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+        remedy = REMEDIES.get(e.errno or 0)
+        if remedy is None:
             _fault()
-        _fail(f"no space left on the device{_at(e)}; free some or choose another place", 2)
+        _fail(f"{e.strerror}: {e.filename2 or e.filename}; {remedy}", 2)
     except Exception:
         _fault()
-
-
-def _at(e: OSError) -> str:
-    return f" ({e.filename})" if e.filename else ""
 
 
 def _fault() -> None:
