@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from .gguf_models import shared_data, tiny_llama
 from .runtime_models import hf_greedy
 
-PROMPTS = [  # each continues without a near-tie: the smallest margin of 32 steps is over 0.5
+MARGIN = 0.5  # logits by which llama.cpp's 8-bit inputs may move two tokens against each other
+CLEAR = [  # at each of the 32 steps the best token leads by more than MARGIN
     "The first ten prime numbers are",
-    "A B C D E F G H I J K L M",
+    "10 9 8 7 6 5 4 3 2 1 0 10 9 8 7 6",
     "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,",
 ]
+OPEN = ["Once upon a time, there was a little girl", "In 1492, Christopher Columbus"]
 
 
 @pytest.fixture
@@ -190,15 +192,19 @@ def test_smollm2_in_llama_cpp(published: Path, smollm2: Path, tmp_path: Path) ->
         assert ours.tokenize(piece) == ids
     back = gguf_to_hf(tmp_path / "q8.gguf", tmp_path / "back", dtype=torch.float32, progress=False)
     model = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
-    for prompt in PROMPTS:
+    for prompt in CLEAR + OPEN:
         ids = tokenizer(prompt).input_ids
-        expected = hf_greedy(model, ids, 32)
+        expected, got = hf_greedy(model, ids, 32), ours.generate(ids, 32)
         with torch.no_grad():
             logits = model(torch.tensor([ids + expected])).logits[0, len(ids) - 1 : -1]
         best = logits.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > 0.5
-        assert ours.generate(ids, 32) == expected
-        assert len(expected) == 32
+        margins = (best[:, 0] - best[:, 1]).tolist()
+        assert len(margins) == len(got) == 32
+        if prompt in CLEAR:
+            assert min(margins) > MARGIN
+            assert got == expected
+        first = next((i for i in range(32) if got[i] != expected[i]), None)
+        assert first is None or margins[first] < MARGIN
 
 
 @pytest.mark.slow

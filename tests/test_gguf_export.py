@@ -260,6 +260,7 @@ def test_llama_3_rope_becomes_a_tensor(tmp_path: Path) -> None:
 ODD: list[tuple[dict[str, Tensor | None], str]] = [
     ({"model__norm__weight": None}, "no tensor 'model.norm.weight'"),
     ({"model__extra__weight": torch.ones(2)}, "'model.extra.weight' has no place"),
+    ({"lm_head__weight_g_idx": torch.ones(64)}, "'lm_head.weight_g_idx' has no place"),
     ({"model__norm__weight": torch.ones(63)}, r"shape \(63,\), config.json means \(64,\)"),
     ({"lm_head__weight": torch.full((288, 64), float("nan"))}, "'lm_head.weight' holds NaN"),
     ({"lm_head__weight": torch.full((288, 64), float("inf"))}, "infinite"),
@@ -296,6 +297,21 @@ def test_refused_requests(model: Path, tmp_path: Path) -> None:
     assert out.read_bytes() == b"mine"
     export_gguf(model, out, "F16", overwrite=True, progress=False)
     assert out.read_bytes()[:4] == b"GGUF"
+
+
+def test_what_llama_cpp_has_its_own_of_is_left_out(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models--someone--Tiny-Llama" / "snapshots" / "0123abcd"
+    folder.mkdir(parents=True)
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    attention = "model__layers__0__self_attn"
+    tamper(
+        folder, **{f"{attention}__{n}": torch.ones(1) for n in ("k_scale", "rotary_emb__inv_freq")}
+    )
+    export_gguf(folder, tmp_path / "m.gguf", "F16", progress=False)
+    file = GGUFFile(tmp_path / "m.gguf")
+    assert len(file.tensors) == 21
+    assert file.keys["general.name"] == "Tiny-Llama"
 
 
 def test_foreign_architecture_is_named(model: Path, tmp_path: Path) -> None:

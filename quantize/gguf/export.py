@@ -28,7 +28,10 @@ from .repack import can_repack, repack
 from .writer import Planned, replacing, start_file
 
 HALF_MAX = 65504.0  # largest float16, the type of values or scales
-IGNORED = ("rotary_emb.inv_freq",)
+PARTS = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
+    ".inv_freq", ".input_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
 
 
 class TypeTotal(NamedTuple):
@@ -92,7 +95,7 @@ def export_gguf(
     planned = extra + [e.planned for e in entries]
     keys = {
         "general.type": "model",
-        "general.name": checkpoint.folder.resolve().name,
+        "general.name": model_name(checkpoint.folder),
         "general.quantized_by": "lowbit",
         **hparams.to_keys(h),
         "general.file_type": FILE_TYPES[file_type],
@@ -132,6 +135,14 @@ def export_gguf(
     )
 
 
+def model_name(folder: Path) -> str:
+    """The folder's name, or the model's where the folder is a snapshot in the Hub's cache."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name
+
+
 def plan(checkpoint: Checkpoint, h: Hyperparameters, file_type: str) -> list[Entry]:
     """Every tensor of the file in order; UserError for missing or unknown tensors."""
     shards, entries, used = checkpoint.shards, [], set()
@@ -150,9 +161,10 @@ def plan(checkpoint: Checkpoint, h: Hyperparameters, file_type: str) -> list[Ent
             entries.append(Entry(Planned(f"{name}.bias", shape[:1], F32), module, "bias"))
         used.add(module)
     for tensor in shards.names():
-        module = tensor.rpartition(".")[0]
+        module, _, part = tensor.rpartition(".")
+        placed = module in used and part in PARTS
         tied_copy = h.tie_word_embeddings and module == "lm_head"
-        if module not in used and not tied_copy and not tensor.endswith(IGNORED):
+        if not (placed or tied_copy or tensor.endswith(IGNORED)):
             raise UserError(f"tensor '{tensor}' has no place in llama.cpp's llama architecture")
     return entries
 
