@@ -41,15 +41,24 @@ def decompress(
 ) -> Quantized:
     """The quantized linear `module` from its stored tensors; the inverse of `compress`.
 
-    names: tensor names that exist; get: a tensor by name. UserError when shapes do not fit.
+    names: tensor names that exist; get: a tensor by name. UserError when shapes or dtypes do not
+    fit or a scale is not finite.
     """
     scale = get(f"{module}.weight_scale")
+    if not (scale.is_floating_point() and bool(torch.isfinite(scale).all())):
+        raise UserError(
+            f"{module}.weight_scale must hold finite numbers: the checkpoint is damaged"
+        )
     if f"{module}.weight_packed" not in names:
         zero_name = f"{module}.weight_zero_point"
-        zero_point = get(zero_name) if zero_name in names else None
-        return _checked(module, Quantized(get(f"{module}.weight"), scale, zero_point, spec))
-    rows, columns = (int(n) for n in get(f"{module}.weight_shape").tolist())
-    packed = get(f"{module}.weight_packed")
+        zero_point = _integers(get, zero_name, torch.int8) if zero_name in names else None
+        codes = _integers(get, f"{module}.weight", torch.int8)
+        return _checked(module, Quantized(codes, scale, zero_point, spec))
+    shape = _integers(get, f"{module}.weight_shape", torch.int64).tolist()
+    if len(shape) != 2 or min(shape) < 1:
+        raise UserError(f"{module}.weight_shape is {shape}: the checkpoint is damaged")
+    rows, columns = shape
+    packed = _integers(get, f"{module}.weight_packed", torch.int32)
     expected = (rows, packed_words(columns, spec.num_bits))
     if tuple(packed.shape) != expected:
         raise UserError(
@@ -58,7 +67,7 @@ def decompress(
         )
     zero_point = None
     if not spec.symmetric:
-        zero_words = get(f"{module}.weight_zero_point").T.contiguous()
+        zero_words = _integers(get, f"{module}.weight_zero_point", torch.int32).T.contiguous()
         if zero_words.shape[1] != packed_words(rows, spec.num_bits):
             raise UserError(
                 f"{module}.weight_zero_point holds {zero_words.shape[1]} words a group, but "
@@ -67,6 +76,13 @@ def decompress(
         zero_point = unpack_bits(zero_words, spec.num_bits, rows).T.contiguous()
     codes = unpack_bits(packed, spec.num_bits, columns)
     return _checked(module, Quantized(codes, scale, zero_point, spec))
+
+
+def _integers(get: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    tensor = get(name)
+    if tensor.dtype != dtype:
+        raise UserError(f"{name} is {tensor.dtype}, not {dtype}: the checkpoint is damaged")
+    return tensor
 
 
 def _checked(module: str, q: Quantized) -> Quantized:

@@ -123,19 +123,30 @@ def schemes_from_config(
         raise UserError(
             f"{folder} is quantized with '{method}'; lowbit reads compressed-tensors checkpoints"
         )
-    groups = []
-    for name, group in quantization.get("config_groups", {}).items():
-        fmt = group.get("format") or quantization.get("format")
-        if fmt not in READABLE_FORMATS:
-            raise UserError(
-                f"{folder}: {name} is stored as '{fmt}'; readable: {', '.join(READABLE_FORMATS)}"
-            )
-        activations = group.get("input_activations")
-        scheme = LayerScheme(
-            args_to_spec(group["weights"]), args_to_spec(activations) if activations else None
-        )
-        groups.append((list(group["targets"]), scheme))
-    return groups
+    groups = quantization.get("config_groups", {})
+    try:
+        return [_read_group(group, quantization.get("format")) for group in groups.values()]
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from e
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as e:
+        raise UserError(
+            f"{folder}: the config_groups of config.json are not those of a compressed-tensors "
+            f"checkpoint ({type(e).__name__}: {e}); download it again"
+        ) from e
+
+
+def _read_group(group: dict[str, Any], fmt: str | None) -> tuple[list[str], LayerScheme]:
+    """Targets and scheme of a config group; `fmt`: the format where the group names none."""
+    fmt = group.get("format") or fmt
+    if fmt not in READABLE_FORMATS:
+        raise UserError(f"stored as '{fmt}'; readable: {', '.join(READABLE_FORMATS)}")
+    targets = [str(t) for t in group["targets"]]
+    for target in targets:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    activations = group.get("input_activations")
+    return targets, LayerScheme(
+        args_to_spec(group["weights"]), args_to_spec(activations) if activations else None
+    )
 
 
 def scheme_for_module(

@@ -53,7 +53,13 @@ class Checkpoint:
         if quantization is None:
             return {}
         groups = schemes_from_config(quantization, self.folder)
-        modules = [n.rpartition(".")[0] for n in self.shards.names() if n.endswith(".weight_scale")]
+        modules = self._modules_with(".weight_scale")
+        unscaled = set(self._modules_with(".weight_packed")) - set(modules)
+        if unscaled:
+            raise UserError(
+                f"{self.folder}: '{min(unscaled)}' has a weight_packed but no weight_scale: the "
+                "checkpoint is damaged"
+            )
         found = {m: scheme_for_module(m, groups) for m in modules}
         unclaimed = [m for m, s in found.items() if s is None]
         if unclaimed:
@@ -62,6 +68,9 @@ class Checkpoint:
                 "config.json targets it"
             )
         return {m: s for m, s in found.items() if s is not None}
+
+    def _modules_with(self, ending: str) -> list[str]:
+        return [n.removesuffix(ending) for n in self.shards.names() if n.endswith(ending)]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -75,4 +84,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(config, dict):
         raise UserError(f"{path} holds a {type(config).__name__}, not an object")
+    quantization = config.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise UserError(f"{path}: quantization_config must be an object, got {quantization!r}")
     return config
