@@ -68,7 +68,7 @@ def run_layers(
     batch_size: int = 8,
     progress: Callable[[str], object] = lambda name: None,
 ) -> None:
-    """Drive `worker` through every decoder layer.
+    """Drive `worker` through every decoder layer, then the output head where it is wanted.
 
     rows: token ids int64 [rows, seq], or None when the worker needs no statistics.
     batch_size: rows of one forward pass (parallel order; sequential takes all at once).
@@ -96,6 +96,9 @@ def run_layers(
                     states = step(name, layer, calls, worker, guard)
                     worker.finish(name, guard.dropped)
             progress(name)
+        if model.head is not None and worker.wants(model.head):
+            _output_head(model.head, model, rows, states, worker, guard)
+            progress(model.head)
 
 
 def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
@@ -188,13 +191,38 @@ def _parallel(
 def _without_data(
     model: LayeredModel, worker: LayerWorker, progress: Callable[[str], object]
 ) -> None:
-    for name in model.layers:
+    head = [model.head] if model.head is not None and worker.wants(model.head) else []
+    for name in [*model.layers, *head]:
         with torch.inference_mode(), model.loaded(name) as layer:
             if not worker.restore(name, layer):
                 for linear_name, linear in _wanted_linears(name, layer, worker).items():
                     worker.quantize(InputGroup({linear_name: linear}, {}))
                 worker.finish(name, [])
         progress(name)
+
+
+def _output_head(
+    name: str,
+    model: LayeredModel,
+    rows: Tensor,
+    states: list[Tensor],
+    worker: LayerWorker,
+    guard: _RowGuard,
+) -> None:
+    with model.loaded(name) as head:
+        assert isinstance(head, nn.Linear)
+        if worker.restore(name, head):
+            return
+        statistics: dict[str, Hessian] = {}
+        first_row = 0
+        for x in model.head_inputs(rows, states):
+            statistics = statistics or _new_statistics(worker, x)
+            finite = guard.finite_rows(first_row, LayerCall(x, {}), x)
+            for statistic in statistics.values():
+                statistic.add(finite)
+            first_row += len(x)
+        worker.quantize(InputGroup({name: head}, statistics))
+        worker.finish(name, guard.dropped)
 
 
 class _RowGuard:
@@ -234,9 +262,9 @@ class _RowGuard:
 
 def _wanted_linears(name: str, layer: nn.Module, worker: LayerWorker) -> dict[str, nn.Linear]:
     return {
-        f"{name}.{inner}": module
-        for inner, module in layer.named_modules()
-        if isinstance(module, nn.Linear) and worker.wants(f"{name}.{inner}")
+        inner: module
+        for inner, module in layer.named_modules(prefix=name)
+        if isinstance(module, nn.Linear) and worker.wants(inner)
     }
 
 

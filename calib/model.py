@@ -9,7 +9,7 @@ running the base model once with recorders in place of its layers.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ class LayerCall(NamedTuple):
 
 
 class LayeredModel:
-    """`layers`: name -> decoder layer, in order; weights on meta unless loaded.
+    """`layers`: name -> decoder layer, in order; weights on meta unless loaded. `head`: the name of
+    the output linear, None where it shares the embedding's weight.
 
     Raises UserError when the folder is no causal LM that transformers knows, when its decoder
     layers cannot be found, or (on loading) when a tensor is missing or has another shape.
@@ -47,6 +48,7 @@ class LayeredModel:
         self.config = load_config(self.folder)
         self.model = build_on_meta(self.folder, self.config, dtype)
         self.layers = find_decoder_layers(self.model)
+        self.head = _untied_head(self.model)
 
     def check_shards(self) -> None:
         """UserError when a parameter of the base model has no tensor or one of another shape."""
@@ -61,26 +63,47 @@ class LayeredModel:
         The hidden states are those that enter the first layer, the same object for all: the
         caller replaces them layer by layer.
         """
+        recorded: dict[str, LayerCall] = {}
+        recorders = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
+        calls = []
+        with self._outside_loaded(), _stand_ins(self.model, recorders):
+            for batch in rows.split(batch_size):
+                self._run_base(batch)
+                calls.append(dict(recorded))
+        return calls
+
+    @torch.inference_mode()
+    def head_inputs(self, rows: Tensor, states: list[Tensor]) -> Iterator[Tensor]:
+        """What the output linear reads, batch by batch: `states`, the hidden states [rows, seq,
+        hidden] after the last decoder layer, through what the base model does to them."""
+        recorded: dict[str, LayerCall] = {}
+        players = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
+        last = next(reversed(players.values()))
+        with self._outside_loaded(), _stand_ins(self.model, players):
+            for batch, last.output in zip(rows.split(len(states[0])), states, strict=True):
+                yield self._run_base(batch)
+
+    def _run_base(self, rows: Tensor) -> Tensor:
+        output = self.model.base_model(input_ids=rows.to(self.device), use_cache=False)
+        return output.last_hidden_state
+
+    @contextmanager
+    def _outside_loaded(self) -> Iterator[None]:
+        """The base model's parameters outside its decoder layers, loaded and then released."""
         outside = [n for n, _ in self.model.base_model.named_parameters()]
         prefix = self._base_prefix()
         inside = tuple(f"{name}." for name in self.layers)
         names = [prefix + n for n in outside if not (prefix + n).startswith(inside)]
         self._fill(self.model, {n: n for n in names})
         try:
-            with _recorders(self.model, self.layers) as recorded:
-                calls = []
-                for batch in rows.split(batch_size):
-                    recorded.clear()
-                    self.model.base_model(input_ids=batch.to(self.device), use_cache=False)
-                    calls.append(dict(recorded))
-            return calls
+            yield
         finally:
             self._empty(self.model, names)
 
     @contextmanager
     def loaded(self, name: str) -> Iterator[nn.Module]:
-        """The decoder layer `name` with its weights on the device; released on leaving."""
-        layer = self.layers[name]
+        """The decoder layer (or head) `name`, weights on the device; released on leaving."""
+        layer = self.model.get_submodule(name)
         params = [n for n, _ in layer.named_parameters()]
         self._fill(layer, {n: f"{name}.{n}" for n in params})
         layer.to(self.device)  # buffers
@@ -206,13 +229,23 @@ def find_decoder_layers(model: Any) -> dict[str, nn.Module]:
     return {f"{name}.{i}": layer for i, layer in enumerate(layers)}
 
 
+def _untied_head(model: Any) -> str | None:
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or head.weight is embedding.weight:
+        return None
+    return next(name for name, module in model.named_modules() if module is head)
+
+
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer: notes what it was called with and hands its input through."""
+    """Stands in for a decoder layer: notes what it was called with and hands its input through,
+    or `output` where that is set."""
 
     def __init__(self, name: str, layer: nn.Module, recorded: dict[str, LayerCall]) -> None:
         super().__init__()
         self._name, self._recorded = name, recorded
         self._layer = [layer]  # in a list: not a submodule
+        self.output: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -227,18 +260,18 @@ class _Recorder(nn.Module):
                 "states; lowbit cannot calibrate this model"
             )
         self._recorded[self._name] = LayerCall(hidden_states, kwargs)
-        return hidden_states
+        return hidden_states if self.output is None else self.output
 
 
 @contextmanager
-def _recorders(model: Any, layers: dict[str, nn.Module]) -> Iterator[dict[str, LayerCall]]:
-    """Recorders in place of the decoder layers while the context is open."""
-    recorded: dict[str, LayerCall] = {}
-    container = model.get_submodule(next(iter(layers)).rpartition(".")[0])
+def _stand_ins(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """`modules` in the places that their names say while the context is open."""
+    container = model.get_submodule(next(iter(modules)).rpartition(".")[0])
+    originals = list(container)
     try:
-        for i, (name, layer) in enumerate(layers.items()):
-            container[i] = _Recorder(name, layer, recorded)
-        yield recorded
+        for i, module in enumerate(modules.values()):
+            container[i] = module
+        yield
     finally:
-        for i, layer in enumerate(layers.values()):
-            container[i] = layer
+        for i, module in enumerate(originals):
+            container[i] = module

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-TILE = 512  # columns of a tile of the Gram matrix: only tiles on or above the diagonal are computed
+STRIPS = 4  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
+WIDE = 1024  # columns from which strips save more than their smaller products cost
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
 
@@ -36,6 +37,7 @@ class Hessian:
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
         columns = flat.shape[1]
+        strip = -(-columns // STRIPS) if columns >= WIDE else columns
         self.tokens += flat.shape[0]
         allow_tf32 = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -43,9 +45,9 @@ class Hessian:
             with torch.autocast(flat.device.type, enabled=False):
                 for chunk in flat.split(TOKENS_A_CHUNK):
                     chunk = chunk.float()
-                    for i in range(0, columns, TILE):
-                        rows = chunk[:, i : i + TILE]
-                        self._sum[i : i + TILE, i:].addmm_(rows.T, chunk[:, i:])
+                    for i in range(0, columns, strip):
+                        rows = chunk[:, i : i + strip]
+                        self._sum[i : i + strip, i:].addmm_(rows.T, chunk[:, i:])
         finally:
             torch.backends.cuda.matmul.allow_tf32 = allow_tf32
 

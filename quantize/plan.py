@@ -58,7 +58,7 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
     linears: dict[str, PlannedLinear] = {}
     notes: list[str] = []
     for taken_by in recipe.passes:
-        names = match_linears(taken_by, inner, outer)
+        names = match_linears(taken_by, inner, outer, model.head)
         twice = [n for n in names if n in linears]
         if twice:
             raise UserError(
@@ -74,12 +74,15 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
 
 
 def match_linears(
-    taken_by: WeightPass, inner: Mapping[str, nn.Linear], outer: Mapping[str, nn.Linear]
+    taken_by: WeightPass,
+    inner: Mapping[str, nn.Linear],
+    outer: Mapping[str, nn.Linear],
+    head: str | None,
 ) -> list[str]:
     """Names of the linears that the pass takes, in model order.
 
     inner: linears of the decoder layers; outer: the rest (lm_head), which only a name or a pattern
-    reaches.
+    reaches. head: the output linear where it can be quantized.
     """
     known = {**inner, **outer}
     wanted: set[str] = set()
@@ -95,11 +98,11 @@ def match_linears(
         wanted -= set(found)
     if not wanted:
         raise UserError("the ignore rules leave nothing to quantize")
-    out = [n for n in wanted if n in outer]
+    out = [n for n in wanted if n in outer and n != head]
     if out:
         raise UserError(
-            f"'{out[0]}' lies outside the decoder layers and is not quantized by any method yet; "
-            "leave it out of the targets"
+            f"'{out[0]}' shares its weight with the embedding or is not the model's output; it "
+            "cannot be quantized: leave it out of the targets"
         )
     return [n for n in known if n in wanted]
 

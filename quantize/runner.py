@@ -79,12 +79,13 @@ def quantize_model(
     for note in [*notes, *_estimate(model, plan, recipe, rows)]:
         say(note)
     worker = PassWorker(model, plan, journal)
-    with tqdm(total=len(model.layers), desc="quantizing", unit="layer", disable=None) as bar:
+    steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
+    with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
             model, rows, worker, recipe.execution.order, recipe.execution.batch_size,
             progress=lambda _: bar.update(),
         )  # fmt: skip
-    reports = [journal.report(name) for name in model.layers]
+    reports = [journal.report(name) for name in steps]
     linears = {n: r for report in reports for n, r in report["linears"].items()}
     dropped = len(set().union(*(report["dropped_rows"] for report in reports)))
     raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
@@ -93,7 +94,7 @@ def quantize_model(
     if dropped:
         notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
     save_checkpoint(
-        folder, out, journal, list(model.layers),
+        folder, out, journal, steps,
         schemes={worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
         ignore=plan.untouched,
         report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,

@@ -48,8 +48,7 @@ class PassWorker:
         if not self._journal.finished(layer_name):
             return False
         stored = self._journal.load(layer_name)
-        for inner, module in layer.named_modules():
-            name = f"{layer_name}.{inner}"
+        for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.Linear) and self.wants(name):
                 spec = self._plan.linears[name].scheme.weights
                 stored_name = self.stored_name(name)

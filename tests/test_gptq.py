@@ -166,12 +166,13 @@ def test_impossible_settings_fail_at_construction(settings) -> None:
         GPTQSettings(**settings)
 
 
-def test_hessian_is_the_mean_outer_product() -> None:
+@pytest.mark.parametrize("columns", [96, 1027])
+def test_hessian_is_the_mean_outer_product(columns: int) -> None:
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 5, 700, generator=g)  # wider than a tile
-    hessian = Hessian(700)
+    hessian = Hessian(columns)
+    x = torch.randn(3, 5, columns, generator=g)
     hessian.add(x[:2])
     hessian.add(x[2:].bfloat16())
-    flat = torch.cat([x[:2].reshape(-1, 700), x[2:].bfloat16().float().reshape(-1, 700)])
+    flat = torch.cat([x[:2].reshape(-1, columns), x[2:].bfloat16().float().reshape(-1, columns)])
     assert hessian.tokens == 15
     assert torch.allclose(hessian.mean(), flat.T @ flat / 15, atol=1e-5)
