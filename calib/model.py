@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..kernels.errors import UserError
 from ..kernels.meta import parameters_on_meta
+from ..kernels.names import names_in_model
 from .shards import Shards
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
@@ -49,6 +50,8 @@ class LayeredModel:
         self.model = build_on_meta(self.folder, self.config, dtype)
         self.layers = find_decoder_layers(self.model)
         self.head = _untied_head(self.model)
+        in_model = names_in_model(self.model, self.shards.names())
+        self._stored_names = {parameter: stored for stored, parameter in in_model.items()}
 
     def check_shards(self) -> None:
         """UserError when a parameter of the base model has no tensor or one of another shape."""
@@ -113,15 +116,14 @@ class LayeredModel:
             self._empty(layer, params)
 
     def tensor_name(self, parameter: str) -> str:
-        """The shards' name of a parameter (some checkpoints leave the base model's prefix out)."""
-        prefix = f"{self.model.base_model_prefix}."
-        for name in (parameter, parameter.removeprefix(prefix), prefix + parameter):
-            if name in self.shards:
-                return name
-        raise UserError(
-            f"{self.folder} holds no tensor for '{parameter}', which config.json asks for; "
-            "download the model again"
-        )
+        """The shards' name of a parameter: checkpoints may keep an older name of the module, or
+        leave the base model's prefix out."""
+        if parameter not in self._stored_names:
+            raise UserError(
+                f"{self.folder} holds no tensor for '{parameter}', which config.json asks for; "
+                "download the model again"
+            )
+        return self._stored_names[parameter]
 
     def _base_prefix(self) -> str:
         for name, module in self.model.named_modules():

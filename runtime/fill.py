@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from ..kernels.errors import UserError
 from ..kernels.linear_ops import LinearProblem
+from ..kernels.names import merges_on_loading, names_in_model
 from ..quantize.checkpoint.load import Checkpoint
 from ..quantize.spec import LayerScheme
 from .linear import LinearReport, PackedLinear, linear_problem
-from .names import merges_on_loading, names_in_model
 
 QUANTIZED_SUFFIXES = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
