@@ -28,7 +28,8 @@ def available() -> bool:
 
 
 def generate(gguf_path: str | Path, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """Greedy continuation of `prompt_ids`: at most `max_tokens` ids, fewer where the model ends."""
+    """Greedy continuation of `prompt_ids`: `max_tokens` ids, fewer where an end token (included)
+    comes before."""
     return LlamaCpp(gguf_path, len(prompt_ids) + max_tokens).generate(prompt_ids, max_tokens)
 
 
@@ -75,7 +76,7 @@ class LlamaCpp:
     def generate(
         self, prompt_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False
     ) -> list[int]:
-        """Greedy continuation of `prompt_ids`: at most `max_tokens` ids."""
+        """Greedy continuation of `prompt_ids`: `max_tokens` ids, or up to an end token."""
         return [step["id"] for step in self._complete(prompt_ids, max_tokens, 1, ignore_eos)]
 
     def next_logprobs(self, prompt_ids: Sequence[int], top: int) -> dict[int, float]:

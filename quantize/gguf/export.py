@@ -114,6 +114,7 @@ def export_gguf(
             ) as bar:
                 for entry in entries:
                     blocks, exact = encode(checkpoint, h, entry)
+                    checkpoint.shards.close()
                     writer.write_tensor_data(blocks.numpy())
                     if exact is not None:
                         (repacked if exact else rounded_again).append(entry.module)
