@@ -59,7 +59,6 @@ class LlamaCpp:
         params.n_parallel = 1
         params.n_gpu_layers = 0
         params.warmup = False
-        params.fit_params = False
         params.verbosity = -1
         if threads is not None:
             params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
