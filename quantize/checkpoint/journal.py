@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,9 @@ def _differences(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _short(value: Any) -> str:
-    return textwrap.shorten(json.dumps(value), 80, placeholder=" ...")
+    """The value on a line: its beginning and its end where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:38]}...{text[-38:]}"
 
 
 def _replace(path: Path, write: Any) -> None:
