@@ -1,33 +1,15 @@
-"""Which device and which dtype "auto" stand for, measured where it depends on the machine."""
+"""Which dtype "auto" stands for, measured where it depends on the machine."""
 
 from __future__ import annotations
 
-import textwrap
 import time
 
 import torch
 from torch import Tensor
 
-from ..kernels.errors import UserError
-
 PROBE = 1024  # rows, columns and inner size of the timed matrix product
 WORTH_IT = 1.4  # bfloat16 must be this much faster to be worth its rounding
 REPEATS = 5
-
-
-def resolve_device(name: str) -> torch.device:
-    """The torch device that `name` means; "auto" is a CUDA or ROCm device where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # what is on meta has no value
-    except (RuntimeError, AssertionError, ImportError) as e:
-        reason = textwrap.shorten(str(e), 100, placeholder=" ...")
-        raise UserError(
-            f"device '{name}' cannot be used here; use auto, cpu, cuda or cuda:N ({reason})"
-        ) from e
-    return device
 
 
 def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:

@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from tqdm import tqdm
 
-from ..calib.device import resolve_device
 from ..calib.text import Text, load_tokenizer, tokenize
+from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .divergence import DivergenceTally
 from .perplexity import NllTally, Scorer, log_probabilities

@@ -126,7 +126,7 @@ def _complete(folder: Path, load: Callable[[], Any]) -> Any:
     """The model that `load` gives with its loading info; UserError when weights are missing."""
     try:
         model, info = load()
-    except (ImportError, ValueError, OSError, RuntimeError) as e:
+    except (ImportError, ValueError, TypeError, OSError, RuntimeError) as e:
         reason = " ".join(str(e).split())[:400]
         raise UserError(f"transformers cannot load {folder}: {reason}") from e
     absent = sorted(info["missing_keys"])

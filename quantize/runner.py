@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..calib.device import matmul_flops, resolve_device, resolve_dtype
+from ..calib.device import matmul_flops, resolve_dtype
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
 from ..calib.shards import Shards
 from ..calib.text import Text, load_text, load_tokenizer, token_rows
+from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .checkpoint.journal import Journal, unfinished_identity
 from .checkpoint.save import check_output, save_checkpoint

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
+from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
-from ..kernels.meta import parameters_on_meta
 from ..quantize.checkpoint.load import Checkpoint
 from .fill import Filler
 from .linear import LinearReport
-from .placement import resolve_device, resolve_dtype
+from .placement import resolve_dtype
 
 
 class LoadedModel(NamedTuple):
@@ -43,13 +43,13 @@ def load(
     """
     checkpoint = Checkpoint(folder)
     resolved_device = resolve_device(device)
-    config = load_config(checkpoint)
+    config = checkpoint.transformers_config()
     stored = _stored_dtype(checkpoint, config)
-    model = _build_on_meta(checkpoint, config, stored)
+    model = checkpoint.model_on_meta(config, stored)
     problems = list(Filler(checkpoint, model).problems(resolved_device))
     resolved_dtype = resolve_dtype(dtype, resolved_device, stored, problems)
     if resolved_dtype != stored:  # buffers may depend on it
-        model = _build_on_meta(checkpoint, config, resolved_dtype)
+        model = checkpoint.model_on_meta(config, resolved_dtype)
     linears = Filler(checkpoint, model).fill(resolved_device, resolved_dtype, linear_kernel)
     checkpoint.shards.close()
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -57,23 +57,13 @@ def load(
     return LoadedModel(model, tokenizer, eos, resolved_device, resolved_dtype, linears)
 
 
-def load_config(checkpoint: Checkpoint) -> Any:
-    """The model's transformers config without its quantization; UserError when it is unknown."""
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.folder)
-    except (ValueError, KeyError, OSError, ImportError) as e:
-        raise UserError(f"{checkpoint.folder}/config.json cannot be used: {e}") from e
-    vars(config).pop("quantization_config", None)
-    return config
-
-
 def load_tokenizer(folder: Path) -> Any | None:
     """The folder's tokenizer, None when it has no tokenizer files."""
     if not any((folder / f).exists() for f in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, ImportError) as e:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as e:  # a damaged tokenizer.json makes the tokenizers library raise just that
         raise UserError(f"the tokenizer of {folder} cannot be loaded: {e}") from e
 
 
@@ -85,29 +75,18 @@ def _stored_dtype(checkpoint: Checkpoint, config: Any) -> torch.dtype:
     return next((i.dtype for i in infos if i.dtype.is_floating_point), torch.float32)
 
 
-def _build_on_meta(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"{checkpoint.folder} is an encoder-decoder model ({config.model_type}); lowbit runs "
-            "causal language models"
-        )
-    try:
-        with parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    except ValueError as e:
-        raise UserError(
-            f"{checkpoint.folder} is not a causal language model that transformers knows "
-            f"(model_type '{config.model_type}'): {e}"
-        ) from e
-
-
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
     """The end-of-sequence ids of generation_config.json, else those of config.json."""
-    if (folder / "generation_config.json").exists():
-        generation = GenerationConfig.from_pretrained(folder)
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            generation = GenerationConfig.from_pretrained(folder)
+        except (ValueError, TypeError, OSError) as e:
+            raise UserError(f"{path} cannot be used: {e}") from e
     else:
         generation = GenerationConfig.from_model_config(config)
     eos = generation.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(isinstance(end, int) for end in ends):
+        raise UserError(f"{folder}: eos_token_id must be a token id or a list of them, got {eos!r}")
+    return frozenset(ends)

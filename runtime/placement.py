@@ -19,18 +19,6 @@ from ..kernels.linear_ops import LinearProblem, choose_linear
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device that `device` names; UserError when this machine does not have it."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-        torch.empty(0, device=resolved)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"device '{device}' cannot be used: {str(e).splitlines()[0]}") from e
-    return resolved
-
-
 def resolve_dtype(
     dtype: str | torch.dtype,
     device: torch.device,

@@ -48,6 +48,20 @@ class Checkpoint:
             return dequantize_affine(q.codes, q.scale, q.zero_point, dtype)
         return self.shards.get(f"{module}.weight", device).to(dtype)
 
+    def transformers_config(self) -> Any:
+        """The model's transformers config, without its quantization; UserError when unknown."""
+        from ...calib.model import load_config  # slow: transformers
+
+        config = load_config(self.folder)
+        vars(config).pop("quantization_config", None)
+        return config
+
+    def model_on_meta(self, config: Any, dtype: torch.dtype) -> Any:
+        """The causal LM of `config`, its parameters on meta; UserError when it is none."""
+        from ...calib.model import build_on_meta
+
+        return build_on_meta(self.folder, config, dtype)
+
     def _find_schemes(self) -> dict[str, LayerScheme]:
         quantization = self.config.get("quantization_config")
         if quantization is None:
