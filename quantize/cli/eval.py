@@ -56,6 +56,8 @@ def evaluate(
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
+    if report is not None and not report.absolute().parent.is_dir():
+        raise UserError(f"no such folder for the report: {report.absolute().parent}")
     if windows < 0:
         raise UserError(f"--windows must be 0 (all) or more, got {windows}")
     models = {"base": model_folder(base)} if base is not None else {}

@@ -67,9 +67,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise UserError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
 
 
 def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
@@ -227,7 +230,10 @@ def _listed(short: str, *configs: dict[str, Any]) -> list[int]:
     for config in configs:
         value = config.get(f"{short}_token_id")
         if value is not None:
-            return list(value) if isinstance(value, list) else [int(value)]
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(i, int) for i in ids):
+                raise UserError(f"{short}_token_id must be a token id or several, got {value!r}")
+            return ids
     return []
 
 

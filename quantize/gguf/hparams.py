@@ -17,6 +17,10 @@ from ...kernels.errors import UserError
 from .names import llama3_divisors
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 LLAMA3_KEYS = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 )  # fmt: skip
@@ -99,6 +103,9 @@ def from_config(config: dict[str, Any]) -> Hyperparameters:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
+    for key in SIZES:
+        if not isinstance(config.get(key, 1), int) or config.get(key, 1) < 1:
+            raise UserError(f"config.json: {key} must be a positive number, got {config[key]!r}")
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return Hyperparameters(
