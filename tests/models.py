@@ -14,20 +14,29 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from .runtime_models import FAMILIES, byte_tokenizer, save_tiny
+from .runtime_models import FAMILIES, PAD, byte_tokenizer, save_tiny
 
 SENTENCE = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 
 
 def deep_llama(folder: Path, layers: int = 6) -> Path:
-    """A random Llama of `layers` layers with a tokenizer and files that ride along."""
+    """A random Llama of `layers` layers with a tokenizer and files that ride along.
+
+    Its tokenizer has a merge: llama.cpp reads no byte-level BPE without one.
+    """
     config: LlamaConfig = FAMILIES["llama"]()
     config.num_hidden_layers = layers
     save_tiny(folder, config)
+    change_json(folder / "tokenizer.json", _add_merge)
     (folder / "NOTICE").write_text("rides along\n")
     (folder / "extra").mkdir()
     (folder / "extra" / "notes.txt").write_text("rides along too\n")
     return folder
+
+
+def _add_merge(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["vocab"]["th"] = PAD + 1
+    tokenizer["model"]["merges"] = [["t", "h"]]
 
 
 def not_causal(folder: Path, config: Any, model_class: Any) -> Path:
