@@ -516,6 +516,16 @@ def test_prompts(shallow: Path, command: Commands) -> None:
     command("generate", shallow, "x" * 300, "--no-chat").refuses("300 tokens", "256", "shorten it")
 
 
+def test_the_demo(shallow: Path, command: Commands, tmp_path: Path) -> None:
+    demo = ["demo", "--fast", "--model", shallow, "-o"]
+    command(*demo, tmp_path / "out", "--text", "nonsuch").refuses("'nonsuch'", "pydoc")
+    file = tmp_path / "file"
+    file.write_text("dear to me")
+    command(*demo, file).refuses(str(file), "exists")
+    assert file.read_text() == "dear to me"
+    command("demo", "--model", tmp_path / "nowhere").refuses("no such model folder")
+
+
 def test_output_that_exists(
     shallow: Path, shallow_packed: Path, calibration: list[str], command: Commands, tmp_path: Path
 ) -> None:

@@ -22,7 +22,8 @@ _MORE_SPACE = "free some or choose another place"
 _OTHER_PLACE = "choose a place that you may use"
 REMEDIES = {
     errno.ENOSPC: _MORE_SPACE, errno.EDQUOT: _MORE_SPACE, errno.EACCES: _OTHER_PLACE,
-    errno.EPERM: _OTHER_PLACE, errno.EROFS: _OTHER_PLACE,
+    errno.EPERM: _OTHER_PLACE, errno.EROFS: _OTHER_PLACE, errno.EEXIST: _OTHER_PLACE,
+    errno.ENOTDIR: _OTHER_PLACE, errno.EISDIR: _OTHER_PLACE,
     errno.ENAMETOOLONG: "choose a shorter name",
 }  # fmt: skip
 
@@ -70,7 +71,8 @@ def main() -> None:
         remedy = REMEDIES.get(e.errno or 0)
         if remedy is None:
             _fault()
-        _fail(f"{e.strerror}: {e.filename2 or e.filename}; {remedy}", 2)
+        place = e.filename2 or e.filename
+        _fail(f"{e.strerror}{f': {place}' if place else ''}; {remedy}", 2)
     except Exception:
         _fault()
 
