@@ -1,11 +1,11 @@
 """The layer loop: run calibration rows through one decoder layer at a time and hand each input's
 statistics to a worker that quantizes the linears that read it.
 
-Two orders. Sequential: all rows go through the layer in one forward pass; when they reach a linear,
-its input's statistics are taken, the worker quantizes it and the pass goes on with the quantized
-weight, so that every linear is calibrated on what it will really read, and each runs once.
-Parallel: batches of rows go through twice, first to observe the unquantized layer, then to hand its
-quantized output to the next one: less memory, twice the time.
+Two orders. Sequential: batches of rows go through the layer in step. Each stops at a linear until
+all have reached it and its input's statistics are whole; the worker quantizes it, and the batches
+go on with the quantized weight. So every linear is calibrated on what it will really read, and each
+runs once. Parallel: the batches go through twice, first to observe the unquantized layer, then to
+hand its quantized output to the next one: no batch is ever held half-way, in up to twice the time.
 
 The loop knows no method by name: a worker says which statistics it needs.
 """
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import UserError
+from .memory import share_one_arena
 from .model import LayerCall, LayeredModel
+from .pausable import PausableCall
 from .statistics import STATISTICS, Hessian
 
 Order = Literal["sequential", "parallel"]
+InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
 MAX_DROPPED = 0.1  # share of calibration rows that may be non-finite
 
 
@@ -71,7 +74,7 @@ def run_layers(
     """Drive `worker` through every decoder layer, then the output head where it is wanted.
 
     rows: token ids int64 [rows, seq], or None when the worker needs no statistics.
-    batch_size: rows of one forward pass (parallel order; sequential takes all at once).
+    batch_size: rows of one forward pass.
     progress: called with each finished layer's name.
     """
     if rows is None:
@@ -79,9 +82,10 @@ def run_layers(
         _without_data(model, worker, progress)
         return
     assert set(worker.needs) <= set(STATISTICS), worker.needs
-    size = len(rows) if order == "sequential" else batch_size
+    if order == "sequential":
+        share_one_arena()
     with torch.inference_mode():
-        batches = model.layer_calls(rows, size)
+        batches = model.layer_calls(rows, batch_size)
         states = [next(iter(b.values())).hidden for b in batches]
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
@@ -117,7 +121,7 @@ def shared_inputs(
     seen: dict[str, Tensor] = {}  # holds the inputs: freed memory could be reused at one address
     linears = _wanted_linears(name, layer, worker)
 
-    def note(linear_name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def note(linear_name: str) -> InputHook:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             if linear_name in seen:
                 raise UserError(
@@ -145,21 +149,37 @@ def shared_inputs(
 def _sequential(
     name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: _RowGuard
 ) -> list[Tensor]:
-    (call,) = calls
+    groups = shared_inputs(name, layer, calls[0], worker)
+    statistics: list[dict[str, Hessian]] = [{} for _ in groups]
+    observe = _Observer(statistics, calls, worker, guard)
 
-    def on_arrival(group: dict[str, nn.Linear]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def forward(call: LayerCall) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with torch.inference_mode():  # a thread has its own
+                return forward_layer(layer, call)
+
+        return run
+
+    passes = [PausableCall(forward(call)) for call in calls]
+
+    def stop_at(index: int) -> InputHook:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            statistics = _new_statistics(worker, args[0])
-            finite = guard.finite_rows(0, call, args[0])
-            for statistic in statistics.values():
-                statistic.add(finite)
-            worker.quantize(InputGroup(group, statistics))
+            observe(index, args[0])
+            passes[observe.batch].pause()
 
         return hook
 
-    groups = shared_inputs(name, layer, call, worker)
-    with _input_hooks({next(iter(g.values())): on_arrival(g) for g in groups}):
-        return [forward_layer(layer, call)]
+    try:
+        with _input_hooks({next(iter(g.values())): stop_at(i) for i, g in enumerate(groups)}):
+            for index, group in enumerate(groups):
+                for observe.batch, batch in enumerate(passes):
+                    batch.resume()
+                worker.quantize(InputGroup(group, statistics[index]))
+                statistics[index] = {}
+            return [batch.finish() for batch in passes]
+    finally:
+        for batch in passes:
+            batch.close()
 
 
 def _parallel(
@@ -167,25 +187,39 @@ def _parallel(
 ) -> list[Tensor]:
     groups = shared_inputs(name, layer, calls[0], worker)
     statistics: list[dict[str, Hessian]] = [{} for _ in groups]
-    first_row = 0
+    observe = _Observer(statistics, calls, worker, guard)
 
-    def observe(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            statistics[index] = statistics[index] or _new_statistics(worker, args[0])
-            finite = guard.finite_rows(first_row, call, args[0])
-            for statistic in statistics[index].values():
-                statistic.add(finite)
+    def look_at(index: int) -> InputHook:
+        return lambda _, args: observe(index, args[0])
 
-        return hook
-
-    hooks = {next(iter(g.values())): observe(i) for i, g in enumerate(groups)}
-    with _input_hooks(hooks):
-        for call in calls:
+    with _input_hooks({next(iter(g.values())): look_at(i) for i, g in enumerate(groups)}):
+        for observe.batch, call in enumerate(calls):
             forward_layer(layer, call)
-            first_row += len(call.hidden)
     for group, stats in zip(groups, statistics, strict=True):
         worker.quantize(InputGroup(group, stats))
     return [forward_layer(layer, call) for call in calls]
+
+
+class _Observer:
+    """Adds what the linears of a group read to its statistics. `batch`: the one that runs."""
+
+    def __init__(
+        self,
+        statistics: list[dict[str, Hessian]],
+        calls: list[LayerCall],
+        worker: LayerWorker,
+        guard: _RowGuard,
+    ) -> None:
+        self._statistics, self._calls, self._worker, self._guard = statistics, calls, worker, guard
+        self.batch = 0
+
+    def __call__(self, index: int, x: Tensor) -> None:
+        stats = self._statistics[index] or _new_statistics(self._worker, x)
+        self._statistics[index] = stats
+        first_row = sum(len(call.hidden) for call in self._calls[: self.batch])
+        finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
+        for statistic in stats.values():
+            statistic.add(finite)
 
 
 def _without_data(
@@ -286,7 +320,7 @@ def _first_row(call: LayerCall) -> LayerCall:
 
 @contextmanager
 def _input_hooks(
-    hooks: dict[Any, Callable[[nn.Module, tuple[Any, ...]], None]],
+    hooks: dict[Any, InputHook],
 ) -> Iterator[None]:
     """Forward pre-hooks on the modules while the context is open."""
     handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.items()]

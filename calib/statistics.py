@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-STRIPS = 4  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
-WIDE = 1024  # columns from which strips save more than their smaller products cost
+STRIPS = 8  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
+WIDE = 512  # columns from which strips save more than their smaller products cost
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
 

@@ -50,7 +50,8 @@ class Execution:
     """How the layer loop runs.
 
     order: "sequential" calibrates each linear on what the quantized ones before it hand over;
-        "parallel" observes the unquantized layer, in batches of `batch_size` rows (less memory).
+        "parallel" observes the unquantized layer (less memory, up to twice the time).
+    batch_size: rows of one forward pass.
     dtype: of the forward passes; "auto" takes the faster of float32 and bfloat16 on this device.
     """
 

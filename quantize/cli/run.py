@@ -53,10 +53,10 @@ def run(
         str | None, _option(EXECUTION.dtype, "Of forward passes: auto, float32, bfloat16, float16.")
     ] = None,
     order: Annotated[
-        str | None, _option(EXECUTION.order, "sequential, or parallel (less memory).")
+        str | None, _option(EXECUTION.order, "sequential, or parallel (slower, less memory).")
     ] = None,
     batch_size: Annotated[
-        int | None, _option(EXECUTION.batch_size, "Rows of a pass in the parallel order.")
+        int | None, _option(EXECUTION.batch_size, "Rows of one forward pass.")
     ] = None,
     dampening_frac: Annotated[
         float | None,
