@@ -127,15 +127,13 @@ def whole_forward(
 def test_the_loop_equals_a_whole_forward(
     family: str, order: Order, originals: Callable[[str], Path]
 ) -> None:
-    folder, rows, batch = originals(family), token_rows(), 2
+    folder, rows = originals(family), token_rows()
     model, onlooker = LayeredModel(folder), Onlooker()
     with outputs_of(model.layers) as seen:
-        run_layers(model, rows, onlooker, order, batch)
-    batches = 1 if order == "sequential" else -(-len(rows) // batch)
+        run_layers(model, rows, onlooker, order, batch_size=2)
     states, hessians = whole_forward(folder, torch.float32, rows, list(model.layers))
     for name, expected in states.items():
-        got = torch.cat(seen[name][-batches:])  # earlier calls found shared inputs
-        assert got.shape == expected.shape
+        got = torch.cat(seen[name])[-len(rows) :]  # earlier calls found shared inputs
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     heads = set(hessians) - set(onlooker.hessians)
     assert heads <= {"lm_head"} and (model.head is None) == bool(heads)
@@ -175,7 +173,7 @@ def test_linears_that_share_an_input_share_its_hessian(
     family: str, order: Order, originals: Callable[[str], Path]
 ) -> None:
     model, onlooker = LayeredModel(originals(family)), Onlooker()
-    run_layers(model, token_rows(), onlooker, order, 2)
+    run_layers(model, token_rows(), onlooker, order, batch_size=2)
     layers = len(model.layers)
     groups = [{name.rpartition(".")[2] for name in g} for g in onlooker.groups]
     groups = [g for g in groups if g != {"lm_head"}]

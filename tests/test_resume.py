@@ -313,3 +313,17 @@ def test_only_what_is_replaced_is_deleted(
     assert command("run", tiny, "-o", out, *calibration, "--overwrite").code == 0
     assert hashes(backup) == hashes(packed)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.old"]
+
+
+def test_two_runs_do_not_share_an_output(
+    unfinished: list[str], command: Commands, unbroken: dict[str, dict[str, str]]
+) -> None:
+    fcntl = pytest.importorskip("fcntl", reason="no file locks on this system")
+    out = Path(unfinished[3])
+    with (Path(f"{out}.partial") / "lock").open("ab") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        for more in ([], ["--restart"]):
+            command(*unfinished, *more).refuses("another run is at work", "out.partial")
+        assert finished(out) == 2 and not out.exists()
+    assert command(*unfinished).code == 0
+    assert hashes(out) == unbroken["gptq"]

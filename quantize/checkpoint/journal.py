@@ -3,7 +3,7 @@
 A partial folder `OUT.partial` holds journal.json (what is being made, from what) and one
 safetensors file with its report for each finished layer. Files are written under a temporary name,
 fsynced and renamed: a file that has its name is whole. A run that finds a journal of other inputs
-refuses to mix and names the difference.
+refuses to mix and names the difference; one that finds another process at work leaves it alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...kernels.errors import UserError
 from .raw import fsync_folder, write_tensors, write_text
 
 JOURNAL = "journal.json"
+LOCK = "lock"
 SHOWN = 4  # differences that a refusal names
 
 
@@ -40,14 +41,15 @@ class Journal:
                 f"{self.folder}, where the unfinished run is to be kept, holds something else; "
                 "move it away or choose another output"
             )
-        if restart:
-            self.remove()
         try:
             self.folder.mkdir(exist_ok=True)
         except OSError as e:
             raise UserError(
                 f"{self.folder} cannot be made ({e.strerror}); choose another output"
             ) from e
+        self._lock = _locked(self.folder / LOCK)
+        if restart:
+            _empty(self.folder)
         path = self.folder / JOURNAL
         there = unfinished_identity(out)
         if there is not None:
@@ -112,7 +114,34 @@ def _is_ours(folder: Path) -> bool:
     """Whether `folder` is an unfinished run's, perhaps killed before it wrote its journal."""
     if not folder.is_dir():
         return False
-    return (folder / JOURNAL).is_file() or all(p.name == f"{JOURNAL}.tmp" for p in folder.iterdir())
+    left = {p.name for p in folder.iterdir()}
+    return (folder / JOURNAL).is_file() or left <= {LOCK, f"{JOURNAL}.tmp"}
+
+
+def _locked(path: Path) -> Any:
+    """The open file `path`, locked for as long as this process lives; UserError when another
+    process holds it. (Where there are no such locks, as on Windows, nothing is held.)"""
+    file = path.open("ab")
+    try:
+        import fcntl
+
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as e:
+        raise UserError(
+            f"another run is at work in {path.parent}; wait for it or choose another output"
+        ) from e
+    except (ImportError, OSError):
+        pass
+    return file
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in the folder, but the lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
