@@ -35,6 +35,15 @@ TESTED = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small only wait for each other on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a family's random model, made once."""
