@@ -23,6 +23,7 @@ from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
 from .shards import Shards
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
 
 
@@ -54,7 +55,7 @@ class LayeredModel:
         self._stored_names = {parameter: stored for stored, parameter in in_model.items()}
 
     def check_shards(self) -> None:
-        """UserError when a parameter of the base model has no tensor or one of another shape."""
+        """UserError when a parameter of the base model has no tensor or one that does not fit."""
         prefix = self._base_prefix()
         for name, param in self.model.base_model.named_parameters():
             self._check_shape(prefix + name, param.shape)
@@ -132,11 +133,16 @@ class LayeredModel:
         raise AssertionError("a model contains its base model")
 
     def _check_shape(self, name: str, shape: torch.Size) -> None:
-        stored = self.shards.info[self.tensor_name(name)].shape
-        if stored != tuple(shape):
+        stored = self.shards.info[self.tensor_name(name)]
+        if stored.shape != tuple(shape):
             raise UserError(
-                f"'{name}' has shape {stored} in {self.folder}, but config.json asks for "
+                f"'{name}' has shape {stored.shape} in {self.folder}, but config.json asks for "
                 f"{tuple(shape)}"
+            )
+        if stored.dtype not in FLOATS:
+            raise UserError(
+                f"'{name}' is stored as {stored.dtype} in {self.folder}, so the model is quantized "
+                "already; give the original one"
             )
 
     def _fill(self, root: nn.Module, names: dict[str, str]) -> None:

@@ -182,6 +182,12 @@ UNFIT: dict[str, tuple[Damage, tuple[str, ...]]] = {
         (f"'{DOWN}.weight'", "download the model again"),
     ),
     "too few layers stored": (config(num_hidden_layers=3), ("'model.layers.2.", "again")),
+    "stored as integers": (
+        lambda f: change_tensors(
+            f, lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"].to(torch.int8)})
+        ),
+        (f"'{DOWN}.weight'", "int8", "the original one"),
+    ),
     "other shapes": (config(intermediate_size=160), ("(96, 64)", "(160, 64)", "config.json")),
     "field of a wrong type": (config(hidden_size="many"), ("config.json", "hidden_size", "'many'")),
     "field out of range": (config(hidden_size=-64), ("config.json", "-64")),

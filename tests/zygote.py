@@ -20,7 +20,7 @@ from typing import Any
 
 PRELOAD = (
     "torch", "transformers", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama", "compressed_tensors", "rich.console", "rich.table",
+    "transformers.models.llama.modeling_llama", "rich.console", "rich.table",
     "lowbit.quantize.runner", "lowbit.runtime", "lowbit.evals.size", "lowbit.quantize.gguf.export",
 )  # fmt: skip
 
