@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ ENVIRONMENT = {
     "NO_COLOR": "1",
     "TERM": "dumb",
 }
+COMMANDS = ("run", "inspect", "generate", "eval", "export")  # those that take a model
+Asked = Callable[[str | Path], list[str | Path]]  # from a model to a command's arguments
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

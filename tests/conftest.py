@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .command import Commands
+from .command import Asked, Commands
 from .models import SENTENCE, deep_llama
 
 
@@ -48,3 +48,41 @@ def packed(
     outcome = command("run", tiny, "-o", out, *calibration)
     assert outcome.code == 0, outcome.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers. Not to be changed: copy it."""
+    return deep_llama(tmp_path_factory.mktemp("models") / "shallow", layers=2)
+
+
+@pytest.fixture(scope="session")
+def shallow_packed(
+    shallow: Path,
+    calibration: list[str],
+    command: Commands,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "shallow-w4"
+    assert command("run", shallow, "-o", out, *calibration).code == 0
+    return out
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """A place for output, at which nothing may be when the test is over."""
+    yield tmp_path / "out.gguf"
+    assert not (tmp_path / "out.gguf").exists(), "a refused command left output"
+
+
+@pytest.fixture
+def asked(calibration: list[str], story: Path, out: Path) -> dict[str, Asked]:
+    """Each command by name: from a model to its arguments."""
+    evaluated = ["--text", story, "--ctx", "64", "--windows", "1"]
+    return {
+        "run": lambda model: ["run", model, "-o", out, *calibration],
+        "inspect": lambda model: ["inspect", model],
+        "generate": lambda model: ["generate", model, "the dog", "--max-tokens", "2"],
+        "eval": lambda model: ["eval", model, *evaluated],
+        "export": lambda model: ["export", model, "-o", out],
+    }
