@@ -23,11 +23,11 @@ from ..kernels.errors import UserError
 from .memory import share_one_arena
 from .model import LayerCall, LayeredModel
 from .pausable import PausableCall
+from .row_guard import RowGuard
 from .statistics import STATISTICS, Hessian
 
 Order = Literal["sequential", "parallel"]
 InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
-MAX_DROPPED = 0.1  # share of calibration rows that may be non-finite
 
 
 class InputGroup(NamedTuple):
@@ -89,7 +89,7 @@ def run_layers(
         states = [next(iter(b.values())).hidden for b in batches]
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
-        guard = _RowGuard(len(rows))
+        guard = RowGuard(len(rows))
         for name in model.layers:
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
@@ -147,7 +147,7 @@ def shared_inputs(
 
 
 def _sequential(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: _RowGuard
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
 ) -> list[Tensor]:
     groups = shared_inputs(name, layer, calls[0], worker)
     statistics: list[dict[str, Hessian]] = [{} for _ in groups]
@@ -183,7 +183,7 @@ def _sequential(
 
 
 def _parallel(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: _RowGuard
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
 ) -> list[Tensor]:
     groups = shared_inputs(name, layer, calls[0], worker)
     statistics: list[dict[str, Hessian]] = [{} for _ in groups]
@@ -208,7 +208,7 @@ class _Observer:
         statistics: list[dict[str, Hessian]],
         calls: list[LayerCall],
         worker: LayerWorker,
-        guard: _RowGuard,
+        guard: RowGuard,
     ) -> None:
         self._statistics, self._calls, self._worker, self._guard = statistics, calls, worker, guard
         self.batch = 0
@@ -241,7 +241,7 @@ def _output_head(
     rows: Tensor,
     states: list[Tensor],
     worker: LayerWorker,
-    guard: _RowGuard,
+    guard: RowGuard,
 ) -> None:
     with model.loaded(name) as head:
         assert isinstance(head, nn.Linear)
@@ -257,41 +257,6 @@ def _output_head(
             first_row += len(x)
         worker.quantize(InputGroup({name: head}, statistics))
         worker.finish(name, guard.dropped)
-
-
-class _RowGuard:
-    """Leaves rows with non-finite values out of the statistics, counts them, stops past a limit."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._bad: set[int] = set()
-
-    @property
-    def dropped(self) -> list[int]:
-        return sorted(self._bad)
-
-    def finite_rows(self, first: int, call: LayerCall, x: Tensor) -> Tensor:
-        """x without its non-finite rows: what a linear reads when the layer is called with `call`,
-        whose first row is `first`.
-
-        x is [rows, seq, features], or flattened to [rows * seq, features]. Some other number of
-        tokens (an expert's) cannot be traced to rows: its non-finite ones are left out one by one.
-        """
-        rows, seq = call.hidden.shape[:2]
-        if x.ndim == 2 and len(x) == rows * seq:
-            x = x.reshape(rows, seq, -1)
-        # a sum is finite when all its terms are; float32, where a sum of float16 cannot overflow
-        finite = torch.isfinite(x.flatten(1).sum(1, dtype=torch.float32))
-        if bool(finite.all()):
-            return x
-        if len(x) == rows:
-            self._bad.update((first + torch.nonzero(~finite)[:, 0]).tolist())
-        if len(self._bad) > MAX_DROPPED * self._rows:
-            raise UserError(
-                f"{len(self._bad)} of {self._rows} calibration rows hold NaN or infinite "
-                f"activations (limit {MAX_DROPPED:.0%}); use --dtype float32 or another text"
-            )
-        return x[finite]
 
 
 def _wanted_linears(name: str, layer: nn.Module, worker: LayerWorker) -> dict[str, nn.Linear]:

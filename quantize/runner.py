@@ -28,7 +28,7 @@ from .plan import Plan, make_plan, settled_recipe
 from .recipe import DTYPES, Recipe, WeightPass
 from .worker import PassWorker
 
-OVERHEAD = 1.6  # attention, elementwise work and the solver, over the matrix products alone
+OVERHEAD = 2.0  # attention, elementwise work and the solver, over the matrix products alone
 Say = Callable[[str], None]
 
 
