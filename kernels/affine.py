@@ -34,19 +34,32 @@ def quantize_affine(w: Tensor, scale: Tensor, zero_point: Tensor | None, num_bit
 
     Math in float32 whatever the dtypes of `w` and `scale` are.
     """
-    qmin, qmax = code_range(num_bits)
-    q = w.float() / expand_groups(scale.float(), w.shape[-1])
-    q = q.round_()
-    if zero_point is not None:
-        q = q.add_(expand_groups(zero_point.float(), w.shape[-1]))
-    return q.clamp_(qmin, qmax).to(torch.int8)
+    columns = w.shape[-1]
+    zero = None if zero_point is None else expand_groups(zero_point.float(), columns)
+    return round_to_codes(
+        w.float(), expand_groups(scale.float(), columns), zero, code_range(num_bits)
+    ).to(torch.int8)
 
 
 def dequantize_affine(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """int8 codes [out, in] to values [out, in]: computed in float32, rounded once to `dtype`."""
-    q = codes.float()
+    columns = codes.shape[-1]
+    zero = None if zero_point is None else expand_groups(zero_point.float(), columns)
+    return values_of_codes(codes.float(), expand_groups(scale.float(), columns), zero).to(dtype)
+
+
+def round_to_codes(
+    w: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int]
+) -> Tensor:
+    """The rounding itself, all float32 of one shape (or broadcasting): whole numbers in `codes`."""
+    q = (w / scale).round_()
     if zero_point is not None:
-        q = q.sub_(expand_groups(zero_point.float(), codes.shape[-1]))
-    return q.mul_(expand_groups(scale.float(), codes.shape[-1])).to(dtype)
+        q.add_(zero_point)
+    return q.clamp_(*codes)
+
+
+def values_of_codes(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """What float32 codes stand for, all of one shape (or broadcasting)."""
+    return (codes if zero_point is None else codes - zero_point) * scale

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.affine import dequantize_affine, quantize_affine
+from ...kernels.affine import code_range, round_to_codes, values_of_codes
 from ...kernels.errors import UserError
 from ..ranges import QParams, choose_qparams
 from ..spec import Group, Quantized, QuantSpec
@@ -111,9 +111,9 @@ def gptq_quantize(
     size = spec.granularity.size if isinstance(spec.granularity, Group) else columns
     importance = factor.diagonal if settings.scale_search == "hessian" else None
     params = choose_qparams(w, spec, scale_dtype, importance)
-    table = _Table(params)
+    table = _Table(params, spec.num_bits)
     working = w.float().T[factor.order].contiguous()  # [in, out], consumed
-    codes = torch.empty_like(working, dtype=torch.int8)
+    codes = torch.empty_like(working)
     error = torch.zeros(w.shape[0], device=w.device)
     block = settings.block_size
     if not settings.static_groups:  # a group must not straddle a delayed update
@@ -132,39 +132,40 @@ def gptq_quantize(
                 table.replace(group, choose_qparams(current.T, spec, scale_dtype, h))
             # the errors of this block's earlier columns, gathered when the column is due
             column = torch.addmv(chunk[i], errors[:i].T, u[:i, i], alpha=-1)
-            codes[start + i], value = table.round(column, group, spec.num_bits)
+            codes[start + i], value = table.round(column, group)
             torch.sub(column, value, out=errors[i]).div_(u[i, i])
         error += errors.square().sum(0)
         if stop < columns:
             working[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
-    restored = torch.empty_like(codes)
-    restored[factor.order] = codes
+    restored = torch.empty_like(codes, dtype=torch.int8)
+    restored[factor.order] = codes.to(torch.int8)
     params = table.params()
     quantized = Quantized(restored.T.contiguous(), params.scale, params.zero_point, spec)
     return GPTQResult(quantized, error)
 
 
 class _Table:
-    """Scales and zero-points held as [groups, out], so that a column's are one contiguous row."""
+    """Scales and zero-points in float32 as [groups, out]: a column's are one contiguous row."""
 
-    def __init__(self, params: QParams) -> None:
-        self.scale = params.scale.T.contiguous()
-        self.zero = None if params.zero_point is None else params.zero_point.T.contiguous()
+    def __init__(self, params: QParams, num_bits: int) -> None:
+        self._dtype, self._codes = params.scale.dtype, code_range(num_bits)
+        self._scale = params.scale.float().T.contiguous()
+        self._zero = None if params.zero_point is None else params.zero_point.float().T.contiguous()
 
     def replace(self, group: int, params: QParams) -> None:
         """Put the scales of one group, [out, 1], in place of `group`'s."""
-        self.scale[group] = params.scale[:, 0]
-        if self.zero is not None and params.zero_point is not None:
-            self.zero[group] = params.zero_point[:, 0]
+        self._scale[group] = params.scale[:, 0]
+        if self._zero is not None and params.zero_point is not None:
+            self._zero[group] = params.zero_point[:, 0]
 
-    def round(self, column: Tensor, group: int, num_bits: int) -> tuple[Tensor, Tensor]:
-        """Codes int8 [out] of a column [out] and the values float32 [out] that they stand for."""
-        scale = self.scale[group][:, None]
-        zero = None if self.zero is None else self.zero[group][:, None]
-        code = quantize_affine(column[:, None], scale, zero, num_bits)
-        return code[:, 0], dequantize_affine(code, scale, zero)[:, 0]
+    def round(self, column: Tensor, group: int) -> tuple[Tensor, Tensor]:
+        """Codes (whole numbers) and values, float32 [out], of a column [out]."""
+        scale = self._scale[group]
+        zero = None if self._zero is None else self._zero[group]
+        codes = round_to_codes(column, scale, zero, self._codes)
+        return codes, values_of_codes(codes, scale, zero)
 
     def params(self) -> QParams:
         """The scales and zero-points as they are stored, [out, groups]."""
-        zero = None if self.zero is None else self.zero.T.contiguous()
-        return QParams(self.scale.T.contiguous(), zero)
+        zero = None if self._zero is None else self._zero.T.to(torch.int8).contiguous()
+        return QParams(self._scale.T.to(self._dtype).contiguous(), zero)
