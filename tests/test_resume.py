@@ -154,6 +154,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     interrupt = f"""
 import os, signal
 from {JOURNAL} import Journal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored in a background job
 write = Journal.write
 def interrupted(self, layer, *args):
     if layer.endswith(".2"):
