@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .report import environment
 
 HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 576, 1536, 9, 4096
-RANDOM_TEXT_WORDS = 60_000
+RANDOM_TEXT_WORDS = 80_000
 
 
 class Cost(NamedTuple):
