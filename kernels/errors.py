@@ -1,4 +1,4 @@
-"""The one root of errors that are the user's to mend, and the device that 'auto' means.
+"""The one root of errors that are the user's to mend.
 
 Every folder raises `UserError` (or a subclass of its own) with a message that names the value, the
 limit and the remedy. The command line prints that message and exits with code 2; anything else that
