@@ -1,9 +1,11 @@
-"""The one definition of affine (integer) quantize and dequantize.
+"""The one definition of quantize and dequantize.
 
-value ~ (code - zero_point) * scale, with signed codes in [qmin, qmax] = [-2^(b-1), 2^(b-1) - 1] and
-a zero-point in the same range (None: 0). This is the domain of compressed-tensors; layouts that
-store unsigned codes add 2^(b-1) when they pack. Scales and zero-points hold one entry per group of
-consecutive input columns: [out, groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1].
+value ~ (code - zero_point) * scale, with codes among a format's elements (kernels/elements.py): signed
+whole numbers, which may have a zero-point in the same range (None: 0), or small floats, which have
+none. This is the domain of compressed-tensors; layouts that store unsigned codes add 2^(b-1) when
+they pack. Scales and zero-points hold one entry per group of consecutive input columns: [out,
+groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1], one per block of m x n is
+[ceil(out/m), ceil(in/n)].
 """
 
 from __future__ import annotations
@@ -11,17 +13,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .elements import Elements, int_elements
+
 
 def code_range(num_bits: int) -> tuple[int, int]:
     """Smallest and largest signed code of `num_bits`."""
     return -(1 << (num_bits - 1)), (1 << (num_bits - 1)) - 1
 
 
-def expand_groups(qparam: Tensor, columns: int) -> Tensor:
-    """[out, groups] to [out, columns]: each group's entry repeated over its columns.
+def expand_groups(
+    qparam: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None
+) -> Tensor:
+    """A qparam [out, groups] with each entry repeated over its columns, to [out, columns].
 
-    `groups` divides `columns`, or is 1 and broadcasts as it is.
+    An axis of size 1 broadcasts as it is. block: rows and columns that share an entry, where the
+    last block of either axis may be cut.
     """
+    if block is not None:
+        over_rows = qparam.repeat_interleave(block[0], dim=0)[:rows]
+        return over_rows.repeat_interleave(block[1], dim=1)[:, :columns]
     groups = qparam.shape[-1]
     if groups == 1:
         return qparam
@@ -29,35 +39,47 @@ def expand_groups(qparam: Tensor, columns: int) -> Tensor:
     return qparam.repeat_interleave(columns // groups, dim=-1)
 
 
-def quantize_affine(w: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int) -> Tensor:
-    """w [out, in] float to int8 codes [out, in]; rounds half to even, clamps to the code range.
+def quantize_affine(
+    w: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    elements: Elements | int,
+    block: tuple[int, int] | None = None,
+) -> Tensor:
+    """w [out, in] float to codes [out, in] in the elements' dtype (an int: that many bits).
 
     Math in float32 whatever the dtypes of `w` and `scale` are.
     """
-    columns = w.shape[-1]
-    zero = None if zero_point is None else expand_groups(zero_point.float(), columns)
-    return round_to_codes(
-        w.float(), expand_groups(scale.float(), columns), zero, code_range(num_bits)
-    ).to(torch.int8)
+    if isinstance(elements, int):
+        elements = int_elements(elements)
+    rows, columns = w.shape[-2:]
+    zero = None if zero_point is None else expand_groups(zero_point.float(), rows, columns, block)
+    expanded = expand_groups(scale.float(), rows, columns, block)
+    return round_to_codes(w.float(), expanded, zero, elements).to(elements.dtype)
 
 
 def dequantize_affine(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    block: tuple[int, int] | None = None,
 ) -> Tensor:
-    """int8 codes [out, in] to values [out, in]: computed in float32, rounded once to `dtype`."""
-    columns = codes.shape[-1]
-    zero = None if zero_point is None else expand_groups(zero_point.float(), columns)
-    return values_of_codes(codes.float(), expand_groups(scale.float(), columns), zero).to(dtype)
+    """Codes [out, in] to values [out, in]: computed in float32, rounded once to `dtype`."""
+    rows, columns = codes.shape[-2:]
+    zero = None if zero_point is None else expand_groups(zero_point.float(), rows, columns, block)
+    expanded = expand_groups(scale.float(), rows, columns, block)
+    return values_of_codes(codes.float(), expanded, zero).to(dtype)
 
 
 def round_to_codes(
-    w: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int]
+    w: Tensor, scale: Tensor, zero_point: Tensor | None, elements: Elements
 ) -> Tensor:
-    """The rounding itself, all float32 of one shape (or broadcasting): whole numbers in `codes`."""
-    q = (w / scale).round_()
-    if zero_point is not None:
-        q.add_(zero_point)
-    return q.clamp_(*codes)
+    """The rounding itself, all float32 of one shape (or broadcasting): elements, as float32."""
+    q = w / scale
+    if zero_point is None:
+        return elements.snap_(q)
+    return q.round_().add_(zero_point).clamp_(elements.lowest, elements.highest)
 
 
 def values_of_codes(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal
 
 from ..kernels.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,8 @@ class QuantSpec:
     """How one tensor is stored.
 
     `dynamic`: scales are computed from the tensor when it is used (activations only).
+    `scale_dtype`: "model" stores scales in the model's dtype; "e4m3" in 8-bit floats under one
+    float32 scale of the whole tensor (NVFP4); "e8m0" as powers of two (MX formats).
     """
 
     num_bits: int
@@ -65,6 +64,7 @@ class QuantSpec:
     granularity: Granularity = Channel()
     symmetric: bool = True
     dynamic: bool = False
+    scale_dtype: Literal["model", "e4m3", "e8m0"] = "model"
 
     def __post_init__(self) -> None:
         if self.type == "int" and not 2 <= self.num_bits <= 8:
@@ -73,12 +73,34 @@ class QuantSpec:
             raise UserError(f"float formats hold 4 or 8 bits, got num_bits={self.num_bits}")
         if self.type == "float" and not self.symmetric:
             raise UserError("float formats are symmetric: they have no zero-point")
+        if self.scale_dtype != "model" and not isinstance(self.granularity, Group):
+            raise UserError(f"{self.scale_dtype} scales are for groups of columns")
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale, where they are blocks of both."""
+        match self.granularity:
+            case Block(rows, columns):
+                return rows, columns
+        return None
 
     def groups(self, in_features: int) -> int:
         """Number of scale groups along a weight row of `in_features` columns."""
-        if isinstance(self.granularity, Group):
-            return in_features // self.granularity.size
+        match self.granularity:
+            case Group(size):
+                return in_features // size
+            case Block(_, columns):
+                return -(-in_features // columns)
         return 1
+
+    def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
+        """The shape of a weight's scale."""
+        match self.granularity:
+            case TensorWise():
+                return 1, 1
+            case Block(rows, _):
+                return -(-out_features // rows), self.groups(in_features)
+        return out_features, self.groups(in_features)
 
 
 @dataclass(frozen=True)
@@ -97,31 +119,55 @@ class KVSpec:
     value: QuantSpec
 
 
-class Quantized(NamedTuple):
-    """A quantized weight: value ~ (codes - zero_point) * scale, see kernels/affine.py.
-
-    codes int8 [out, in]; scale [out, groups] in the dtype that it is stored in;
-    zero_point int8 [out, groups], None when symmetric.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    spec: QuantSpec
-
-
 def _weights(num_bits: int, symmetric: bool = True) -> LayerScheme:
     return LayerScheme(QuantSpec(num_bits, granularity=Group(128), symmetric=symmetric))
 
 
+def _float8(weights: Granularity, activations: Granularity, dynamic: bool = True) -> LayerScheme:
+    return LayerScheme(
+        QuantSpec(8, "float", weights), QuantSpec(8, "float", activations, dynamic=dynamic)
+    )
+
+
+def _dynamic_int8(weights: QuantSpec) -> LayerScheme:
+    return LayerScheme(weights, QuantSpec(8, granularity=Token(), dynamic=True))
+
+
+def _micro(num_bits: int, size: int, scale_dtype: Literal["e4m3", "e8m0"]) -> QuantSpec:
+    return QuantSpec(num_bits, "float", Group(size), scale_dtype=scale_dtype)
+
+
+def _micro_both(num_bits: int, size: int, scale_dtype: Literal["e4m3", "e8m0"]) -> LayerScheme:
+    weights = _micro(num_bits, size, scale_dtype)
+    return LayerScheme(weights, replace(weights, dynamic=True))
+
+
 PRESETS: dict[str, LayerScheme] = {
-    "W4A16": _weights(4),
-    "W4A16_ASYM": _weights(4, symmetric=False),
-    "W3A16": _weights(3),
-    "W3A16_ASYM": _weights(3, symmetric=False),
     "W2A16": _weights(2),
     "W2A16_ASYM": _weights(2, symmetric=False),
+    "W3A16": _weights(3),
+    "W3A16_ASYM": _weights(3, symmetric=False),
+    "W4A16": _weights(4),
+    "W4A16_ASYM": _weights(4, symmetric=False),
+    "W5A16": _weights(5),
+    "W5A16_ASYM": _weights(5, symmetric=False),
+    "W6A16": _weights(6),
+    "W6A16_ASYM": _weights(6, symmetric=False),
     "W8A16": LayerScheme(QuantSpec(8, granularity=Channel())),
+    "W8A8": _dynamic_int8(QuantSpec(8, granularity=Channel())),
+    "W8A8_STATIC": LayerScheme(
+        QuantSpec(8, granularity=Channel()), QuantSpec(8, granularity=TensorWise())
+    ),
+    "W4A8": _dynamic_int8(QuantSpec(4, granularity=Group(128))),
+    "FP8": _float8(TensorWise(), TensorWise(), dynamic=False),
+    "FP8_DYNAMIC": _float8(Channel(), Token()),
+    "FP8_BLOCK": _float8(Block(128, 128), Group(128)),
+    "NVFP4A16": LayerScheme(_micro(4, 16, "e4m3")),
+    "NVFP4": _micro_both(4, 16, "e4m3"),
+    "MXFP4A16": LayerScheme(_micro(4, 32, "e8m0")),
+    "MXFP4": _micro_both(4, 32, "e8m0"),
+    "MXFP8A16": LayerScheme(_micro(8, 32, "e8m0")),
+    "MXFP8": _micro_both(8, 32, "e8m0"),
 }
 
 

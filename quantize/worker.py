@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ..calib.layer_loop import InputGroup
 from ..calib.model import LayeredModel
-from ..kernels.affine import dequantize_affine
 from .checkpoint.compress import compress, decompress
 from .checkpoint.journal import Journal
 from .passes.gptq import factor_hessian, gptq_quantize
 from .passes.rtn import rtn_quantize
 from .plan import Plan
-from .spec import LayerScheme, Quantized
+from .quantized import Quantized
+from .spec import LayerScheme
 
 
 class PassWorker:
@@ -125,4 +125,4 @@ def _split(q: Quantized, heights: list[int]) -> list[Quantized]:
 
 def _put(linear: nn.Linear, q: Quantized) -> None:
     """The values that are stored, in the linear's dtype, as its weight."""
-    linear.weight.data = dequantize_affine(q.codes, q.scale, q.zero_point, linear.weight.dtype)
+    linear.weight.data = q.dequantize(linear.weight.dtype)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..kernels.errors import UserError
 from ..kernels.linear_ops import LinearProblem, choose_linear
-from ..quantize.spec import Channel, Group, Quantized, QuantSpec, TensorWise
+from ..quantize.quantized import Quantized
+from ..quantize.spec import Channel, Group, QuantSpec, TensorWise
 
 
 class LinearReport(NamedTuple):

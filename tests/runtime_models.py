@@ -13,7 +13,8 @@ from lowbit.kernels.affine import code_range, quantize_affine
 from lowbit.quantize.checkpoint.compress import compress
 from lowbit.quantize.checkpoint.ct_config import config_from_schemes
 from lowbit.quantize.checkpoint.load import Checkpoint
-from lowbit.quantize.spec import LayerScheme, Quantized, scheme_from_name
+from lowbit.quantize.quantized import Quantized
+from lowbit.quantize.spec import LayerScheme, scheme_from_name
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn

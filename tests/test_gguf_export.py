@@ -20,7 +20,8 @@ from lowbit.quantize.gguf.mix import CODECS, FILE_TYPES
 from lowbit.quantize.gguf.names import interleave, to_gguf
 from lowbit.quantize.gguf.reader import GGUFFile
 from lowbit.quantize.gguf.repack import can_repack, repack
-from lowbit.quantize.spec import Channel, Group, Quantized, QuantSpec, TensorWise
+from lowbit.quantize.quantized import Quantized
+from lowbit.quantize.spec import Channel, Group, QuantSpec, TensorWise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

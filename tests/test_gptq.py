@@ -12,7 +12,8 @@ from lowbit.kernels.errors import UserError
 from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import GPTQSettings
-from lowbit.quantize.spec import Channel, Group, Quantized, QuantSpec
+from lowbit.quantize.quantized import Quantized
+from lowbit.quantize.spec import Channel, Group, QuantSpec
 
 ROWS, COLUMNS = 48, 128
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...kernels.errors import UserError
 from ...kernels.packing import pack_bits, packed_words, unpack_bits
-from ..spec import LayerScheme, Quantized, QuantSpec
+from ..quantized import Quantized
+from ..spec import LayerScheme, QuantSpec
 from .ct_config import format_of
 
 

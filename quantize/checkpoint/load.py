@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...calib.shards import Shards
-from ...kernels.affine import dequantize_affine
 from ...kernels.errors import UserError
-from ..spec import LayerScheme, Quantized
+from ..quantized import Quantized
+from ..spec import LayerScheme
 from .compress import decompress
 from .ct_config import scheme_for_module, schemes_from_config
 
@@ -45,7 +45,7 @@ class Checkpoint:
         """The weight of `module` [out, in]: dequantized when quantized, as stored otherwise."""
         if module in self.schemes:
             q = self.quantized(module, device)
-            return dequantize_affine(q.codes, q.scale, q.zero_point, dtype)
+            return q.dequantize(dtype)
         return self.shards.get(f"{module}.weight", device).to(dtype)
 
     def transformers_config(self) -> Any:

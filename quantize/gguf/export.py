@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ...kernels.affine import dequantize_affine
 from ...kernels.errors import UserError
 from ..checkpoint.load import Checkpoint
-from ..spec import Quantized
+from ..quantized import Quantized
 from . import hparams, vocab
 from .codecs import BF16, F16, F32, Codec
 from .hf_vocab import read_vocab
@@ -191,7 +190,7 @@ def encode(checkpoint: Checkpoint, h: Hyperparameters, entry: Entry) -> tuple[Te
         )
         if (blocks := repack(q, codec)) is not None:
             return blocks, True
-        return _encode_dense(dequantize_affine(q.codes, q.scale, q.zero_point), entry), False
+        return _encode_dense(q.dequantize(), entry), False
     x = checkpoint.shards.get(f"{module}.{entry.part}").to(torch.float32)
     _check_shape(x, entry)
     return _encode_dense(place(x), entry), None

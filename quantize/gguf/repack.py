@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.affine import expand_groups
-from ..spec import Quantized, QuantSpec
+from ..quantized import Quantized
+from ..spec import QuantSpec
 from .codecs import AffineCodec, Codec, SymmetricCodec
 
 

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.affine import code_range, round_to_codes, values_of_codes
+from ...kernels.affine import expand_groups, round_to_codes, values_of_codes
 from ...kernels.errors import UserError
-from ..ranges import QParams, choose_qparams
-from ..spec import Group, Quantized, QuantSpec
+from ..ranges import QParams, choose_qparams, scale_store
+from ..quantized import Quantized, elements
+from ..spec import Block, Group, QuantSpec
 from .settings import MAX_DAMP, GPTQSettings
 
 
@@ -108,10 +109,10 @@ def gptq_quantize(
     if not torch.isfinite(w).all():
         raise UserError("the weight holds NaN or infinite values: the model is damaged")
     columns = w.shape[1]
-    size = spec.granularity.size if isinstance(spec.granularity, Group) else columns
+    size = _columns_a_group(spec, columns)
     importance = factor.diagonal if settings.scale_search == "hessian" else None
-    params = choose_qparams(w, spec, scale_dtype, importance)
-    table = _Table(params, spec.num_bits)
+    store = scale_store(w, spec, scale_dtype)
+    table = _Table(choose_qparams(w, spec, scale_dtype, importance, store), w.shape[0], spec)
     working = w.float().T[factor.order].contiguous()  # [in, out], consumed
     codes = torch.empty_like(working)
     error = torch.zeros(w.shape[0], device=w.device)
@@ -129,7 +130,7 @@ def gptq_quantize(
             if not settings.static_groups and (start + i) % size == 0:
                 current = chunk[i : i + size] - u[:i, i : i + size].T @ errors[:i]
                 h = None if importance is None else importance[start + i : start + i + size]
-                table.replace(group, choose_qparams(current.T, spec, scale_dtype, h))
+                table.replace(group, choose_qparams(current.T, spec, scale_dtype, h, store))
             # the errors of this block's earlier columns, gathered when the column is due
             column = torch.addmv(chunk[i], errors[:i].T, u[:i, i], alpha=-1)
             codes[start + i], value = table.round(column, group)
@@ -137,35 +138,54 @@ def gptq_quantize(
         error += errors.square().sum(0)
         if stop < columns:
             working[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
-    restored = torch.empty_like(codes, dtype=torch.int8)
-    restored[factor.order] = codes.to(torch.int8)
-    params = table.params()
-    quantized = Quantized(restored.T.contiguous(), params.scale, params.zero_point, spec)
-    return GPTQResult(quantized, error)
+    kept = elements(spec).dtype
+    restored = torch.empty_like(codes, dtype=kept)
+    restored[factor.order] = codes.to(kept)
+    params = table.params
+    return GPTQResult(
+        Quantized(
+            restored.T.contiguous(), params.scale, params.zero_point, spec, params.global_scale
+        ),
+        error,
+    )
+
+
+def _columns_a_group(spec: QuantSpec, columns: int) -> int:
+    match spec.granularity:
+        case Group(size):
+            return size
+        case Block(_, width):
+            return width
+    return columns
 
 
 class _Table:
     """Scales and zero-points in float32 as [groups, out]: a column's are one contiguous row."""
 
-    def __init__(self, params: QParams, num_bits: int) -> None:
-        self._dtype, self._codes = params.scale.dtype, code_range(num_bits)
-        self._scale = params.scale.float().T.contiguous()
-        self._zero = None if params.zero_point is None else params.zero_point.float().T.contiguous()
+    def __init__(self, params: QParams, rows: int, spec: QuantSpec) -> None:
+        self.params, self._elements = params, elements(spec)
+        tall = None if spec.block is None else (spec.block[0], 1)
+        groups = params.scale.shape[1]
+
+        def table(qparam: Tensor) -> Tensor:
+            expanded = expand_groups(qparam.float(), rows, groups, tall)
+            return expanded.expand(rows, groups).T.contiguous()
+
+        self._scale = table(params.float_scale())
+        self._zero = None if params.zero_point is None else table(params.zero_point)
 
     def replace(self, group: int, params: QParams) -> None:
         """Put the scales of one group, [out, 1], in place of `group`'s."""
-        self._scale[group] = params.scale[:, 0]
+        self._scale[group] = params.float_scale()[:, 0]
+        self.params.scale[:, group] = params.scale[:, 0]
         if self._zero is not None and params.zero_point is not None:
+            assert self.params.zero_point is not None
             self._zero[group] = params.zero_point[:, 0]
+            self.params.zero_point[:, group] = params.zero_point[:, 0]
 
     def round(self, column: Tensor, group: int) -> tuple[Tensor, Tensor]:
-        """Codes (whole numbers) and values, float32 [out], of a column [out]."""
+        """Codes and values, float32 [out], of a column [out]."""
         scale = self._scale[group]
         zero = None if self._zero is None else self._zero[group]
-        codes = round_to_codes(column, scale, zero, self._codes)
+        codes = round_to_codes(column, scale, zero, self._elements)
         return codes, values_of_codes(codes, scale, zero)
-
-    def params(self) -> QParams:
-        """The scales and zero-points as they are stored, [out, groups]."""
-        zero = None if self._zero is None else self._zero.T.to(torch.int8).contiguous()
-        return QParams(self._scale.T.to(self._dtype).contiguous(), zero)

@@ -1,7 +1,8 @@
 """Round to nearest (RTN): the baseline, data-free.
 
-Scales from each group's plain range, every weight rounded on its own. Take it when there is no
-calibration text or no time; every other method is measured against it.
+Every weight is rounded on its own, with scales from each group's plain range or, with a search, those
+of least squared error. Take it when there is no calibration text or no time; every other method is
+measured against it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import torch
 from torch import Tensor
 
 from ...kernels.affine import quantize_affine
-from ..ranges import choose_qparams
-from ..spec import Quantized, QuantSpec
+from ..quantized import Quantized, elements
+from ..ranges import choose_qparams, uniform_importance
+from ..spec import QuantSpec
+from .settings import RTNSettings
 
 
-def rtn_quantize(w: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> Quantized:
-    """w [out, in] rounded to nearest; scales stored in `scale_dtype`."""
-    scale, zero_point = choose_qparams(w, spec, scale_dtype)
-    return Quantized(quantize_affine(w, scale, zero_point, spec.num_bits), scale, zero_point, spec)
+def rtn_quantize(
+    w: Tensor, spec: QuantSpec, scale_dtype: torch.dtype, settings: RTNSettings = RTNSettings()
+) -> Quantized:
+    """w [out, in] rounded to nearest; scales stored in `scale_dtype` (the model's)."""
+    importance = uniform_importance(w) if settings.scale_search == "mse" else None
+    p = choose_qparams(w, spec, scale_dtype, importance)
+    codes = quantize_affine(w, p.float_scale(), p.zero_point, elements(spec), spec.block)
+    return Quantized(codes, p.scale, p.zero_point, spec, p.global_scale)

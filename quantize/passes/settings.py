@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal
 
 from ...kernels.errors import UserError
 
 MAX_DAMP = 1.0  # share of the mean diagonal beyond which a Hessian is hopeless
+
+
+@dataclass(frozen=True)
+class RTNSettings:
+    """How rounding to nearest chooses scales: "minmax" takes the plain range of a group, "mse" the
+    one of least squared error."""
+
+    scale_search: Literal["minmax", "mse"] = "minmax"
+
+    def __post_init__(self) -> None:
+        one_of("scale_search", self.scale_search, ("minmax", "mse"))
 
 
 @dataclass(frozen=True)
@@ -34,16 +46,99 @@ class GPTQSettings:
             raise UserError(
                 f"dampening_frac must be over 0 and at most {MAX_DAMP}, got {self.dampening_frac}"
             )
-        if self.block_size < 1:
-            raise UserError(f"block_size must be at least 1, got {self.block_size}")
-        if self.act_order not in ("static", "none"):
-            raise UserError(f"act_order must be 'static' or 'none', got '{self.act_order}'")
-        if self.scale_search not in ("hessian", "minmax"):
-            raise UserError(
-                f"scale_search must be 'hessian' or 'minmax', got '{self.scale_search}'"
-            )
+        at_least_one("block_size", self.block_size)
+        one_of("act_order", self.act_order, ("static", "none"))
+        one_of("scale_search", self.scale_search, ("hessian", "minmax"))
         if self.act_order == "static" and not self.static_groups:
             raise UserError(
                 "act_order 'static' needs static_groups: columns of several groups are "
                 "interleaved, so a group's scale must be known before its first column"
             )
+
+
+@dataclass(frozen=True)
+class HQQSettings:
+    """How HQQ runs. norm: the p of the l_p norm of the weight error, over 0 and at most 1.
+    iterations: half-quadratic steps."""
+
+    norm: float = 0.7
+    iterations: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm <= 1:
+            raise UserError(f"norm must be over 0 and at most 1, got {self.norm}")
+        at_least_one("iterations", self.iterations)
+
+
+@dataclass(frozen=True)
+class SignRoundSettings:
+    """How learned rounding runs: `iterations` steps of signed gradient descent on `batch_size`
+    rows each."""
+
+    iterations: int = 200
+    batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        at_least_one("iterations", self.iterations)
+        at_least_one("batch_size", self.batch_size)
+
+
+@dataclass(frozen=True)
+class AWQSettings:
+    """How AWQ runs. n_grid: ratios tried. duo_scaling: whether the weights' own means take part in
+    the scale ("auto": whichever loses less). clip: whether ranges are searched after scaling."""
+
+    n_grid: int = 20
+    duo_scaling: Literal["auto", "on", "off"] = "auto"
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        at_least_one("n_grid", self.n_grid)
+        one_of("duo_scaling", self.duo_scaling, ("auto", "on", "off"))
+
+
+@dataclass(frozen=True)
+class SmoothQuantSettings:
+    """How SmoothQuant runs. alpha: share of the activations' range that moves into the weights;
+    None: searched for each input."""
+
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha is not None and not 0 <= self.alpha <= 1:
+            raise UserError(f"alpha must be from 0 to 1, got {self.alpha}")
+
+
+@dataclass(frozen=True)
+class RotateSettings:
+    """Which rotations are fused. r1: of the residual stream. r2: of each value head."""
+
+    r1: bool = True
+    r2: bool = True
+    kind: Literal["hadamard", "random"] = "hadamard"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("kind", self.kind, ("hadamard", "random"))
+        if not self.r1 and not self.r2:
+            raise UserError("a rotation with neither r1 nor r2 does nothing")
+
+
+@dataclass(frozen=True)
+class KVCacheSettings:
+    """How the cache is stored: the name of a format (see kv_spec_from_name)."""
+
+    format: str = "int8"
+
+
+def at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{name} must be at least 1, got {value}")
+
+
+def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    """UserError when `value` is none of the known, with the nearest of them."""
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise UserError(f"unknown {name} '{value}'{hint} (known: {', '.join(known)})")

@@ -1,0 +1,72 @@
+"""The numbers that a code can be: whole numbers of b bits, or small floats.
+
+A quantized value is an element times a scale. An integer element is kept as int8; a float element,
+E4M3 or E2M1, as float8_e4m3fn, which holds both exactly. Spec: OCP 8-bit Floating Point (OFP8) and
+OCP Microscaling Formats (MX) 1.0; rounding is to nearest, ties to even, beyond the largest number
+it saturates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+
+@dataclass(frozen=True)
+class Elements:
+    """What a format's codes are. lowest, highest: the ends of its range. dtype: what keeps them."""
+
+    lowest: float
+    highest: float
+    dtype: torch.dtype
+
+    def snap_(self, x: Tensor) -> Tensor:
+        """The nearest element of each entry of x float32, in place."""
+        raise NotImplementedError
+
+
+class IntElements(Elements):
+    """Whole numbers."""
+
+    def snap_(self, x: Tensor) -> Tensor:
+        return x.round_().clamp_(self.lowest, self.highest)
+
+
+class E4M3Elements(Elements):
+    """1 sign, 4 exponent and 3 mantissa bits; no infinity, largest number 448."""
+
+    def snap_(self, x: Tensor) -> Tensor:
+        return x.copy_(x.clamp_(self.lowest, self.highest).to(torch.float8_e4m3fn))
+
+
+class E2M1Elements(Elements):
+    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+
+    def snap_(self, x: Tensor) -> Tensor:
+        magnitude = x.abs()
+        # spacing 0.5 below 2, 1 below 4, then 2: round in units of it (half to even holds, since
+        # an even multiple is an even mantissa)
+        step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+        return x.div_(step).round_().mul_(step).clamp_(self.lowest, self.highest)
+
+
+def int_elements(num_bits: int) -> Elements:
+    """Signed codes of `num_bits`: -2^(b-1) to 2^(b-1) - 1."""
+    half = 1 << (num_bits - 1)
+    return IntElements(-half, half - 1, torch.int8)
+
+
+E4M3 = E4M3Elements(-E4M3_MAX, E4M3_MAX, torch.float8_e4m3fn)
+E2M1 = E2M1Elements(-E2M1_MAX, E2M1_MAX, torch.float8_e4m3fn)
+
+
+def elements_of(kind: str, num_bits: int) -> Elements:
+    """The elements of a format: kind "int" or "float" and its width."""
+    if kind == "int":
+        return int_elements(num_bits)
+    return E4M3 if num_bits == 8 else E2M1

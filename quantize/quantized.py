@@ -1,0 +1,49 @@
+"""A quantized weight: its codes and what turns them into values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.affine import dequantize_affine
+from ..kernels.elements import Elements, elements_of
+from .spec import QuantSpec
+
+
+def elements(spec: QuantSpec) -> Elements:
+    """What the codes of a tensor stored as `spec` can be."""
+    return elements_of(spec.type, spec.num_bits)
+
+
+class Quantized(NamedTuple):
+    """A quantized weight: value ~ (codes - zero_point) * scale, see kernels/affine.py.
+
+    codes [out, in], int8 or (float formats) float8_e4m3fn; scale, of `spec.scale_shape`, as it is
+    stored: in the model's dtype, as float8_e4m3fn to be divided by global_scale, or as uint8
+    exponents (E8M0, 127 is one); zero_point int8 of the same shape, None when symmetric;
+    global_scale float32 [1], None where the scale needs none.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    spec: QuantSpec
+    global_scale: Tensor | None = None
+
+    def float_scale(self) -> Tensor:
+        """What an element is multiplied with, float32, in the scale's shape."""
+        return stored_scale_value(self.scale, self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values [out, in]: computed in float32, rounded once to `dtype`."""
+        scale = self.float_scale()
+        return dequantize_affine(self.codes, scale, self.zero_point, dtype, self.spec.block)
+
+
+def stored_scale_value(scale: Tensor, global_scale: Tensor | None) -> Tensor:
+    """A stored scale as float32: see `Quantized`."""
+    if scale.dtype == torch.uint8:
+        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+    return scale.float() if global_scale is None else scale.float() / global_scale
