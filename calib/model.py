@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..kernels.errors import UserError
 from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
-from .shards import Shards
+from .shards import Shards, TensorSource
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
@@ -38,16 +38,23 @@ class LayeredModel:
     """`layers`: name -> decoder layer, in order; weights on meta unless loaded. `head`: the name of
     the output linear, None where it shares the embedding's weight.
 
+    source, config: tensors and config in place of the folder's own (a rotated model's).
+
     Raises UserError when the folder is no causal LM that transformers knows, when its decoder
     layers cannot be found, or (on loading) when a tensor is missing or has another shape.
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        source: TensorSource | None = None,
+        config: Any = None,
     ) -> None:
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
-        self.shards = Shards(self.folder)
-        self.config = load_config(self.folder)
+        self.shards = Shards(self.folder) if source is None else source
+        self.config = load_config(self.folder) if config is None else config
         self.model = build_on_meta(self.folder, self.config, dtype)
         self.layers = find_decoder_layers(self.model)
         self.head = _untied_head(self.model)

@@ -7,8 +7,9 @@ memory that a reader needs is that of the tensor in hand. Pickled weights are re
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +39,28 @@ class TensorInfo(NamedTuple):
         for d in self.shape:
             n *= d
         return n
+
+
+class TensorSource(Protocol):
+    """Named tensors of a model folder, as they are stored (`Shards`) or made from those on the way.
+
+    `info` says how each is stored in the folder, whatever the dtype that `get` hands out; a tensor
+    that is made and has no stored twin takes the dtype that it is to be written in.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def info(self) -> Mapping[str, TensorInfo]: ...
+
+    def names(self) -> list[str]: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, name: str, device: str | torch.device = "cpu") -> Tensor: ...
+
+    def close(self) -> None: ...
 
 
 class Shards:
