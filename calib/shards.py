@@ -21,9 +21,12 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
+HALF_BYTE = torch.float4_e2m1fn_x2  # a header counts its numbers, a tensor's shape pairs of them
 
 
 class TensorInfo(NamedTuple):
@@ -92,6 +95,15 @@ class Shards:
             raise UserError(f"{self.folder} holds no tensor named '{name}'")
         return self._open(self.info[name].file).get_tensor(name).to(device)
 
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Entries `start` to `stop` of the first axis of the tensor `name`, in its stored dtype.
+
+        Only their pages are read; `close` gives them back.
+        """
+        if name not in self.info:
+            raise UserError(f"{self.folder} holds no tensor named '{name}'")
+        return self._open(self.info[name].file).get_slice(name)[start:stop]
+
     def close(self) -> None:
         """Drop the open file maps (they count as resident memory once read)."""
         self._handles.clear()
@@ -159,4 +171,7 @@ class Shards:
                 raise UserError(f"{file}: tensor '{name}' has unknown dtype {view.get_dtype()}")
             if name in self.info:
                 raise UserError(f"tensor '{name}' is in both {self.info[name].file} and {file}")
-            self.info[name] = TensorInfo(file, tuple(view.get_shape()), dtype)
+            shape = list(view.get_shape())
+            if dtype is HALF_BYTE:
+                shape[-1] //= 2
+            self.info[name] = TensorInfo(file, tuple(shape), dtype)

@@ -1,7 +1,8 @@
-"""safetensors files as byte ranges, so that shards are merged without holding a tensor in memory.
+"""safetensors files as byte ranges, so that no file's tensors need to be in memory at once.
 
 Format: u64 little-endian header length, JSON header {name: {dtype, shape, data_offsets}}, data.
-The library writes a shard only from tensors that are all in memory; this copies bytes.
+The library writes a file only from tensors that are all in memory; here bytes are copied from file
+to file (`write_shards`), or a file is laid out first and filled piece by piece (`OpenShard`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,48 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...calib.shards import DTYPES, INDEX
+from ...calib.shards import DTYPES, HALF_BYTE, INDEX
+from ...kernels.errors import UserError
 
 COPY_BYTES = 1 << 22
 MAX_SHARD_BYTES = 5 * 10**9
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Entry(Protocol):
+    """A tensor as a header has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> list[int]: ...
+
+
+AnyEntry = TypeVar("AnyEntry", bound=Entry)
+
+
+class Slot(NamedTuple):
+    """The place of a tensor that is yet to be made: `dtype` and `shape` as the header has them."""
+
+    name: str
+    nbytes: int
+    dtype: str
+    shape: list[int]
 
 
 class RawTensor(NamedTuple):
@@ -49,14 +80,19 @@ def raw_tensors(file: Path) -> list[RawTensor]:
     ]  # fmt: skip
 
 
-def write_shards(
-    folder: Path, tensors: Iterable[RawTensor], max_shard_bytes: int = MAX_SHARD_BYTES
-) -> int:
-    """Write the tensors, in the order given, as model.safetensors or as shards with an index.
+def slot(name: str, tensor: Tensor) -> Slot:
+    """Where `tensor` (it may be on meta) will go."""
+    shape = list(tensor.shape)
+    if tensor.dtype is HALF_BYTE:
+        shape[-1] *= 2
+    return Slot(name, tensor.nbytes, NAMES[tensor.dtype], shape)
 
-    Returns the number of bytes of tensor data. Files are fsynced.
-    """
-    shards: list[list[RawTensor]] = [[]]
+
+def split_shards(
+    tensors: Iterable[AnyEntry], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, list[AnyEntry]]:
+    """File name -> its tensors, in the order given: model.safetensors, or numbered shards."""
+    shards: list[list[AnyEntry]] = [[]]
     filled = 0
     for t in tensors:
         if shards[-1] and filled + t.nbytes > max_shard_bytes:
@@ -64,18 +100,37 @@ def write_shards(
             filled = 0
         shards[-1].append(t)
         filled += t.nbytes
-    total = sum(t.nbytes for shard in shards for t in shard)
     if len(shards) == 1:
-        _write_file(folder / "model.safetensors", shards[0])
-        return total
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard)
-        weight_map |= {t.name: name for t in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> int:
+    """Write the index of several shards (one needs none); returns the bytes of tensor data."""
+    total = sum(t.nbytes for tensors in shards.values() for t in tensors)
+    if len(shards) > 1:
+        weight_map = {t.name: file for file, tensors in shards.items() for t in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return total
+
+
+def write_shards(
+    folder: Path, tensors: Iterable[RawTensor], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> int:
+    """Write the tensors, in the order given, as model.safetensors or as shards with an index.
+
+    Returns the number of bytes of tensor data. Files are fsynced.
+    """
+    shards = split_shards(tensors, max_shard_bytes)
+    for file, held in shards.items():
+        ordered = in_file_order(held)
+        with _synced(folder / file) as out:
+            out.write(_header(ordered))
+            for t in ordered:
+                for data in read_raw(t):
+                    out.write(data)
+    return write_index(folder, shards)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -83,12 +138,81 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
     (The library's own writer reports a full disk as a damaged file.)
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    ordered = sorted(tensors.items(), key=lambda t: -t[1].element_size())
+    ordered = in_file_order([slot(name, t) for name, t in tensors.items()])
     with _synced(path) as out:
-        out.write(_header((n, names[t.dtype], list(t.shape), t.nbytes) for n, t in ordered))
-        for _, tensor in ordered:
-            out.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        out.write(_header(ordered))
+        for t in ordered:
+            out.write(tensor_bytes(tensors[t.name]))
+
+
+def read_raw(t: RawTensor) -> Iterator[bytes]:
+    """The tensor's bytes, a few megabytes at a time."""
+    left = t.nbytes
+    with t.file.open("rb") as source:
+        source.seek(t.offset)
+        while left:
+            data = source.read(min(left, COPY_BYTES))
+            assert data, "a shard shrank while it was copied"
+            yield data
+            left -= len(data)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+class OpenShard:
+    """A safetensors file whose tensors are filled in any order, each from its start to its end.
+
+    A file that was begun before with the same tensors keeps what it holds; `append` then goes on
+    with tensors from their start. Bytes are on disk when `sync` returns.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[Entry]) -> None:
+        """UserError when there is a file of another layout under that name."""
+        ordered = in_file_order(tensors)
+        header = _header(ordered)
+        self._path = path
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        offset = len(header)
+        for t in ordered:
+            self._next[t.name], offset = offset, offset + t.nbytes
+            self._end[t.name] = offset
+        if path.exists():
+            self._file = path.open("r+b")
+            if self._file.read(len(header)) != header or path.stat().st_size != offset:
+                raise UserError(
+                    f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
+                )
+        else:
+            with _synced(path.with_name(path.name + ".tmp")) as begun:
+                begun.write(header)
+                begun.truncate(offset)
+            os.replace(path.with_name(path.name + ".tmp"), path)
+            self._file = path.open("r+b")
+
+    def append(self, name: str, data: bytes) -> None:
+        """Write the next bytes of the tensor `name`."""
+        start = self._next[name]
+        assert start + len(data) <= self._end[name], (name, start, len(data), self._end[name])
+        try:
+            self._file.seek(start)
+            self._file.write(data)
+        except OSError as e:
+            e.filename = e.filename or str(self._path)
+            raise
+        self._next[name] = start + len(data)
+
+    def filled(self, name: str) -> bool:
+        return self._next[name] == self._end[name]
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -119,32 +243,19 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _write_file(path: Path, tensors: list[RawTensor]) -> None:
-    # widest elements first: every tensor is then aligned to its element size
-    ordered = sorted(tensors, key=lambda t: -DTYPES[t.dtype].itemsize)
-    with _synced(path) as out:
-        out.write(_header((t.name, t.dtype, t.shape, t.nbytes) for t in ordered))
-        for t in ordered:
-            with t.file.open("rb") as source:
-                source.seek(t.offset)
-                _copy(source, out, t.nbytes)
+def in_file_order(tensors: Iterable[AnyEntry]) -> list[AnyEntry]:
+    """Widest elements first: every tensor is then aligned to its element size."""
+    return sorted(tensors, key=lambda t: -DTYPES[t.dtype].itemsize)
 
 
-def _header(tensors: Iterable[tuple[str, str, list[int], int]]) -> bytes:
-    """Length and header of a file of tensors (name, dtype, shape, bytes) in this order."""
+def _header(tensors: Iterable[Entry]) -> bytes:
+    """Length and header of a file of tensors in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, dtype, shape, nbytes in tensors:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
-        end += nbytes
+    for t in tensors:
+        offsets = [end, end + t.nbytes]
+        header[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}
+        end += t.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _copy(source: BinaryIO, out: BinaryIO, nbytes: int) -> None:
-    while nbytes:
-        data = source.read(min(nbytes, COPY_BYTES))
-        assert data, "a shard shrank while it was copied"
-        out.write(data)
-        nbytes -= len(data)

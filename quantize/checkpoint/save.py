@@ -66,6 +66,20 @@ def save_checkpoint(
         shutil.rmtree(folder)
     folder.mkdir()
     write_shards(folder, _all_tensors(source, journal, layers, set(schemes)))
+    complete_checkpoint(source, folder, out, schemes, ignore, report, version)
+    journal.remove()
+
+
+def complete_checkpoint(
+    source: Path,
+    folder: Path,
+    out: Path,
+    schemes: dict[str, LayerScheme],
+    ignore: list[str],
+    report: dict[str, Any],
+    version: str,
+) -> None:
+    """Put config, report and side files beside the shards in `folder`; rename it to `out`."""
     config = read_config(source)
     config["quantization_config"] = config_from_schemes(schemes, ignore, version)
     copy_side_files(source, folder)
@@ -73,7 +87,6 @@ def save_checkpoint(
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
     fsync_folder(folder)
     put_in_place(folder, out)
-    journal.remove()
 
 
 def put_in_place(folder: Path, out: Path) -> None:
