@@ -15,6 +15,7 @@ from torch import nn
 
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
+from .fp8_source import READABLE
 from .recipe import Recipe, WeightPass
 from .spec import Group, LayerScheme, with_group_size
 
@@ -43,7 +44,7 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
     if "quantization_config" in model.config.to_dict():
         raise UserError(
             f"{model.folder} is already quantized; give the original model (quantizing twice "
-            "only adds error)"
+            f"only adds error) or one of the kinds that are dequantized as they are read: {READABLE}"
         )
     inner = {
         name: module
@@ -55,10 +56,20 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
         for name, module in model.model.named_modules()
         if isinstance(module, nn.Linear) and name not in inner
     }
+    return plan_linears(recipe, inner, outer, model.head)
+
+
+def plan_linears(
+    recipe: Recipe,
+    inner: Mapping[str, nn.Linear],
+    outer: Mapping[str, nn.Linear],
+    head: str | None,
+) -> Plan:
+    """The plan for linears by name, which may be on meta: see `match_linears`."""
     linears: dict[str, PlannedLinear] = {}
     notes: list[str] = []
     for taken_by in recipe.passes:
-        names = match_linears(taken_by, inner, outer, model.head)
+        names = match_linears(taken_by, inner, outer, head)
         twice = [n for n in names if n in linears]
         if twice:
             raise UserError(
