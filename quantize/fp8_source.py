@@ -87,7 +87,7 @@ class FP8Source:
                 f"{self.folder}: '{(bare or odd)[0]}' is not an FP8 weight beside its scale, which "
                 "config.json promises; download the model again"
             )
-        self._specs = {w: _spec(w.removesuffix(".weight"), config, folder) for w in self._scales}
+        self._specs = _specs([w.removesuffix(".weight") for w in self._scales], config, folder)
         self.info: dict[str, TensorInfo] = {
             name: info._replace(dtype=dtype) if name in self._scales else info
             for name, info in stored.items()
@@ -149,15 +149,20 @@ def _model_dtype(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16
 
 
-def _spec(module: str, config: dict[str, Any], folder: Path) -> QuantSpec:
-    """How the weight of `module` is stored, by the config."""
+def _specs(modules: list[str], config: dict[str, Any], folder: Path) -> dict[str, QuantSpec]:
+    """Weight name -> how it is stored, by the config."""
     quantization = config["quantization_config"]
     if quantization["quant_method"] == "fp8":
         size = quantization.get("weight_block_size", (128, 128))
-        return QuantSpec(8, "float", Block(*size) if size else TensorWise())
-    scheme = scheme_for_module(module, schemes_from_config(quantization, folder))
-    if scheme is None or (scheme.weights.type, scheme.weights.num_bits) != ("float", 8):
-        raise UserError(
-            f"{folder}: '{module}' is stored in FP8, but no config_group of config.json says so"
-        )
-    return scheme.weights
+        spec = QuantSpec(8, "float", Block(*size) if size else TensorWise())
+        return {f"{module}.weight": spec for module in modules}
+    groups = schemes_from_config(quantization, folder)
+    specs = {}
+    for module in modules:
+        scheme = scheme_for_module(module, groups)
+        if scheme is None or (scheme.weights.type, scheme.weights.num_bits) != ("float", 8):
+            raise UserError(
+                f"{folder}: '{module}' is stored in FP8, but no config_group of config.json says so"
+            )
+        specs[f"{module}.weight"] = scheme.weights
+    return specs

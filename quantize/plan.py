@@ -43,8 +43,8 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
     """Settle every linear of `model`; UserError names what does not fit and what would."""
     if "quantization_config" in model.config.to_dict():
         raise UserError(
-            f"{model.folder} is already quantized; give the original model (quantizing twice "
-            f"only adds error) or one of the kinds that are dequantized as they are read: {READABLE}"
+            f"{model.folder} is already quantized; give the original model (quantizing twice only "
+            f"adds error) or one of the kinds that are dequantized as they are read: {READABLE}"
         )
     inner = {
         name: module
