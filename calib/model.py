@@ -9,8 +9,8 @@ running the base model once with recorders in place of its layers.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..kernels.errors import UserError
 from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
+from .expert_shards import by_expert
+from .experts import check_experts_are_split, split_experts
 from .shards import Shards, TensorSource
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,10 +40,12 @@ class LayeredModel:
     """`layers`: name -> decoder layer, in order; weights on meta unless loaded. `head`: the name of
     the output linear, None where it shares the embedding's weight.
 
-    source, config: tensors and config in place of the folder's own (a rotated model's).
+    source, config: tensors and config in place of the folder's own (a rotated model's). Experts are
+    split into linears (calib/experts.py), and `shards` has a tensor for each.
 
     Raises UserError when the folder is no causal LM that transformers knows, when its decoder
-    layers cannot be found, or (on loading) when a tensor is missing or has another shape.
+    layers cannot be found or hold experts that cannot be split, or (on loading) when a tensor is
+    missing or has another shape.
     """
 
     def __init__(
@@ -53,9 +57,12 @@ class LayeredModel:
         config: Any = None,
     ) -> None:
         self.folder, self.dtype, self.device = Path(folder), dtype, torch.device(device)
-        self.shards = Shards(self.folder) if source is None else source
+        tensors = Shards(self.folder) if source is None else source
         self.config = load_config(self.folder) if config is None else config
         self.model = build_on_meta(self.folder, self.config, dtype)
+        split_experts(self.model)
+        check_experts_are_split(self.model)
+        self.shards = by_expert(self.model, tensors)
         self.layers = find_decoder_layers(self.model)
         self.head = _untied_head(self.model)
         in_model = names_in_model(self.model, self.shards.names())
@@ -79,7 +86,7 @@ class LayeredModel:
         calls = []
         with self._outside_loaded(), _stand_ins(self.model, recorders):
             for batch in rows.split(batch_size):
-                self._run_base(batch)
+                self._run_base(batch.to(self.device))
                 calls.append(dict(recorded))
         return calls
 
@@ -87,15 +94,28 @@ class LayeredModel:
     def head_inputs(self, rows: Tensor, states: list[Tensor]) -> Iterator[Tensor]:
         """What the output linear reads, batch by batch: `states`, the hidden states [rows, seq,
         hidden] after the last decoder layer, through what the base model does to them."""
+        yield from self._after_layers(rows, states, self._run_base)
+
+    def logits(self, rows: Tensor, states: list[Tensor]) -> Iterator[Tensor]:
+        """The model's logits [rows, seq, vocabulary], batch by batch, from the same hidden states;
+        gradients flow back to those that require them."""
+        with self._head_loaded():
+            yield from self._after_layers(
+                rows, states, lambda ids: self.model(input_ids=ids, use_cache=False).logits
+            )
+
+    def _after_layers(
+        self, rows: Tensor, states: list[Tensor], run: Callable[[Tensor], Tensor]
+    ) -> Iterator[Tensor]:
         recorded: dict[str, LayerCall] = {}
         players = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
         last = next(reversed(players.values()))
         with self._outside_loaded(), _stand_ins(self.model, players):
             for batch, last.output in zip(rows.split(len(states[0])), states, strict=True):
-                yield self._run_base(batch)
+                yield run(batch.to(self.device))
 
     def _run_base(self, rows: Tensor) -> Tensor:
-        output = self.model.base_model(input_ids=rows.to(self.device), use_cache=False)
+        output = self.model.base_model(input_ids=rows, use_cache=False)
         return output.last_hidden_state
 
     @contextmanager
@@ -112,12 +132,18 @@ class LayeredModel:
             self._empty(self.model, names)
 
     @contextmanager
+    def _head_loaded(self) -> Iterator[None]:
+        """The output linear's weight, where it is not the embedding's, loaded and then released."""
+        with self.loaded(self.head) if self.head is not None else nullcontext():
+            yield
+
+    @contextmanager
     def loaded(self, name: str) -> Iterator[nn.Module]:
         """The decoder layer (or head) `name`, weights on the device; released on leaving."""
         layer = self.model.get_submodule(name)
         params = [n for n, _ in layer.named_parameters()]
         self._fill(layer, {n: f"{name}.{n}" for n in params})
-        layer.to(self.device)  # buffers
+        self._fill_buffers(name, layer)
         try:
             yield layer
         finally:
@@ -164,6 +190,15 @@ class LayeredModel:
                 raise UserError(f"'{name}' holds NaN or infinite values; download the model again")
             value = tensor.to(self.device, self.dtype)
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    def _fill_buffers(self, name: str, layer: nn.Module) -> None:
+        """Move the layer's buffers to the device, and read those that the shards hold (a router's
+        correction of its scores), which keep their dtype."""
+        layer.to(self.device)
+        for inner, buffer in layer.named_buffers():
+            stored = self._stored_names.get(f"{name}.{inner}")
+            if stored is not None and inner in layer.state_dict():
+                buffer.copy_(self.shards.get(stored))
 
     def _empty(self, root: nn.Module, names: list[str]) -> None:
         for inner in names:
