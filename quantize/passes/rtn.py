@@ -12,16 +12,25 @@ from torch import Tensor
 
 from ...kernels.affine import quantize_affine
 from ..quantized import Quantized, elements
-from ..ranges import choose_qparams, uniform_importance
+from ..ranges import QParams, ScaleStore, choose_qparams, uniform_importance
 from ..spec import QuantSpec
 from .settings import RTNSettings
 
 
 def rtn_quantize(
-    w: Tensor, spec: QuantSpec, scale_dtype: torch.dtype, settings: RTNSettings = RTNSettings()
+    w: Tensor,
+    spec: QuantSpec,
+    scale_dtype: torch.dtype,
+    settings: RTNSettings = RTNSettings(),
+    store: ScaleStore | None = None,
 ) -> Quantized:
-    """w [out, in] rounded to nearest; scales stored in `scale_dtype` (the model's)."""
+    """w [out, in] rounded to nearest; scales stored in `scale_dtype` (the model's), or as `store`
+    says where w is part of a larger weight."""
     importance = uniform_importance(w) if settings.scale_search == "mse" else None
-    p = choose_qparams(w, spec, scale_dtype, importance)
+    return round_to_nearest(w, spec, choose_qparams(w, spec, scale_dtype, importance, store))
+
+
+def round_to_nearest(w: Tensor, spec: QuantSpec, p: QParams) -> Quantized:
+    """w [out, in] rounded with given scales."""
     codes = quantize_affine(w, p.float_scale(), p.zero_point, elements(spec), spec.block)
     return Quantized(codes, p.scale, p.zero_point, spec, p.global_scale)
