@@ -1,8 +1,8 @@
 """Experts' tensors between the two forms that checkpoints have them in: one a linear, and fused.
 
 A fused parameter holds a layer's experts in its first dimension. An expert's slice of gate_up_proj
-is the gate's and the up projection's rows, one after the other or interleaved; weights may be stored
-as [in, out].
+is the gate's and the up projection's rows, one after the other or interleaved; weights may be
+stored as [in, out].
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class SplitExperts(nn.Module):
         hidden, inner = fused.down_proj.shape[1:]
         if self.transposed:
             hidden, inner = inner, hidden
-        shapes = {name: (hidden, inner) for name in names.inner} | {names.down: (inner, hidden)}
+        shapes = dict.fromkeys(names.inner, (hidden, inner)) | {names.down: (inner, hidden)}
         for expert in range(self.num_experts):
             linears = {
                 name: nn.Linear(*shape, self.has_bias, "meta", fused.down_proj.dtype)
