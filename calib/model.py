@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,18 +99,20 @@ class LayeredModel:
     def logits(self, rows: Tensor, states: list[Tensor]) -> Iterator[Tensor]:
         """The model's logits [rows, seq, vocabulary], batch by batch, from the same hidden states;
         gradients flow back to those that require them."""
-        with self._head_loaded():
-            yield from self._after_layers(
-                rows, states, lambda ids: self.model(input_ids=ids, use_cache=False).logits
-            )
+        run = lambda ids: self.model(input_ids=ids, use_cache=False).logits  # noqa: E731
+        yield from self._after_layers(rows, states, run, self._head_loaded())
 
     def _after_layers(
-        self, rows: Tensor, states: list[Tensor], run: Callable[[Tensor], Tensor]
+        self,
+        rows: Tensor,
+        states: list[Tensor],
+        run: Callable[[Tensor], Tensor],
+        head: AbstractContextManager[None] | None = None,
     ) -> Iterator[Tensor]:
         recorded: dict[str, LayerCall] = {}
         players = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
         last = next(reversed(players.values()))
-        with self._outside_loaded(), _stand_ins(self.model, players):
+        with self._outside_loaded(), _stand_ins(self.model, players), head or nullcontext():
             for batch, last.output in zip(rows.split(len(states[0])), states, strict=True):
                 yield run(batch.to(self.device))
 
@@ -133,9 +135,19 @@ class LayeredModel:
 
     @contextmanager
     def _head_loaded(self) -> Iterator[None]:
-        """The output linear's weight, where it is not the embedding's, loaded and then released."""
-        with self.loaded(self.head) if self.head is not None else nullcontext():
+        """The output linear's weight, its own or the loaded embedding's, and then released."""
+        if self.head is not None:
+            with self.loaded(self.head):
+                yield
+            return
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise UserError(f"{type(self.model).__name__} has no linear output head")
+        empty, head.weight = head.weight, self.model.get_input_embeddings().weight
+        try:
             yield
+        finally:
+            head.weight = empty
 
     @contextmanager
     def loaded(self, name: str) -> Iterator[nn.Module]:
