@@ -1,0 +1,165 @@
+"""A rotated model: for the layer loop, or as a checkpoint of its own.
+
+Which tensors a rotation changes follows from names; that the model still computes the same follows
+from running it: one layer of each kind, before and after, must give the same up to the basis.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calib.layer_loop import forward_layer
+from ..calib.model import LayeredModel
+from ..calib.shards import Shards, TensorSource
+from ..kernels.errors import UserError
+from .checkpoint.journal import partial_folder
+from .checkpoint.load import read_config
+from .checkpoint.raw import (
+    OpenShard,
+    fsync_folder,
+    slot,
+    split_shards,
+    tensor_bytes,
+    write_index,
+    write_text,
+)
+from .checkpoint.save import check_output, copy_side_files, put_in_place
+from .passes.settings import RotateSettings
+from .rotated_source import RotatedSource
+
+CHECKED_TOKENS = 16
+TOLERANCE = 1e-3  # of what a layer adds to the residual stream; rounding alone gives 1e-6
+
+
+def rotated_model(
+    folder: Path,
+    settings: RotateSettings,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    source: TensorSource | None = None,
+    config: Any = None,
+) -> tuple[LayeredModel, RotatedSource]:
+    """The model in `folder` under R1 and R2, and its tensors.
+
+    source, config: in place of the folder's own. Raises UserError for a model that the rotation
+    cannot be fused into, before any of it is quantized.
+    """
+    plain = Shards(folder) if source is None else source
+    original = LayeredModel(folder, torch.float32, device, plain, config)
+    rotated = RotatedSource(plain, original, settings)
+    config = deepcopy(original.config)
+    for part in (config, config.get_text_config()):
+        for key, value in rotated.config_changes.items():
+            setattr(part, key, value)
+    model = LayeredModel(folder, torch.float32, device, rotated, config)
+    check_rotation(original, model, rotated)
+    if dtype != torch.float32:
+        model = LayeredModel(folder, dtype, device, rotated, config)
+    return model, rotated
+
+
+@torch.inference_mode()
+def check_rotation(original: LayeredModel, rotated: LayeredModel, source: RotatedSource) -> None:
+    """UserError where a layer (one of each kind is run) is not the same up to the basis."""
+
+    def turned(x: Tensor) -> Tensor:
+        return x if source.residual is None else source.residual.apply(x)
+
+    vocabulary = original.config.get_text_config().vocab_size
+    rows = torch.linspace(0, vocabulary - 1, CHECKED_TOKENS).long()[None]
+    before, after = original.layer_calls(rows, 1)[0], rotated.layer_calls(rows, 1)[0]
+    for name in _one_of_each_kind(original):
+        hidden = before[name].hidden
+        with original.loaded(name) as layer:
+            expected = turned(forward_layer(layer, before[name]))
+        with rotated.loaded(name) as layer:
+            got = forward_layer(layer, after[name]._replace(hidden=turned(hidden)))
+        added = (expected - turned(hidden)).norm()
+        error = float((got - expected).norm() / added.clamp(min=1e-30))
+        if not error < TOLERANCE:
+            raise UserError(
+                f"'{name}' of {type(original.model).__name__} does not compute the same once it is "
+                f"rotated (relative error {error:.1e}): its structure is not the known one; leave "
+                "the rotation out, or one of r1 and r2"
+            )
+
+
+def changed_tensors(
+    source: RotatedSource, held: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor, in the dtype that it is to be stored in, of what the rotation changed and
+    is not `held` elsewhere (quantized): embedding, norms, head, linears that are left alone."""
+    for name in source.changed:
+        if name not in held:
+            yield name, to_store(source, name)
+
+
+def to_store(source: TensorSource, name: str) -> Tensor:
+    """The tensor `name` in its stored dtype; UserError where that cannot hold its values."""
+    tensor = source.get(name).to(source.info[name].dtype)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise UserError(
+            f"'{name}' has values beyond {tensor.dtype} once it is rotated; convert the model to "
+            "bfloat16 or float32 first"
+        )
+    return tensor
+
+
+def write_rotated(
+    folder: Path, out: Path, settings: RotateSettings | None = None, overwrite: bool = False
+) -> RotatedSource:
+    """Write the model in `folder`, rotated and otherwise as it is, as the checkpoint `out`.
+
+    Tensors keep their dtypes; one is in memory at a time. Returns the rotated tensors' source.
+    """
+    check_output(folder, out, overwrite)
+    _, source = rotated_model(folder, settings or RotateSettings())
+    partial = partial_folder(out)
+    if partial.exists():
+        raise UserError(f"{partial} is in the way of the output's temporary folder; move it away")
+    assembled = partial / "assembled"
+    assembled.mkdir(parents=True)
+    try:
+        _write_tensors(source, assembled)
+        copy_side_files(folder, assembled)
+        config = read_config(folder) | source.config_changes
+        write_text(assembled / "config.json", json.dumps(config, indent=2) + "\n")
+        fsync_folder(assembled)
+        put_in_place(assembled, out)
+    finally:
+        shutil.rmtree(partial)
+    return source
+
+
+def _write_tensors(source: RotatedSource, folder: Path) -> None:
+    slots = [
+        slot(name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
+        for name, info in source.info.items()
+    ]
+    shards = split_shards(slots)
+    for file, tensors in shards.items():
+        shard = OpenShard(folder / file, tensors)
+        for t in tensors:
+            shard.append(t.name, tensor_bytes(to_store(source, t.name)))
+            source.close()
+        shard.sync()
+        shard.close()
+    write_index(folder, shards)
+
+
+def _one_of_each_kind(model: LayeredModel) -> list[str]:
+    """The first layer of each set of parameter names, experts counted as one."""
+    kinds: dict[frozenset[str], str] = {}
+    for name, layer in model.layers.items():
+        kind = frozenset(re.sub(r"\.\d+\.", ".N.", n) for n, _ in layer.named_parameters())
+        kinds.setdefault(kind, name)
+    return list(kinds.values())
