@@ -17,7 +17,7 @@ from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
 from .recipe import Recipe, WeightPass
-from .spec import Group, LayerScheme, with_group_size
+from .spec import Channel, Group, LayerScheme, with_group_size
 
 GROUP_SIZES = (128, 64, 32, 16)
 
@@ -165,9 +165,12 @@ def settled_recipe(recipe: Recipe, plan: Plan) -> Recipe:
     passes = []
     for taken_by in recipe.passes:
         scheme = next(p.scheme for p in plan.linears.values() if p.taken_by is taken_by)
-        granularity = scheme.weights.granularity
-        size = granularity.size if isinstance(granularity, Group) else -1
-        passes.append(replace(taken_by, group_size=size))
+        match scheme.weights.granularity:
+            case Group(size):
+                taken_by = replace(taken_by, group_size=size)
+            case Channel():
+                taken_by = replace(taken_by, group_size=-1)
+        passes.append(taken_by)
     return replace(recipe, passes=tuple(passes))
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from .raw import fsync_folder, write_tensors, write_text
 
@@ -108,6 +109,13 @@ def unfinished_identity(out: Path) -> dict[str, Any] | None:
     """The identity of the unfinished run of `out`, None when there is none."""
     path = partial_folder(out) / JOURNAL
     return _read_json(path) if path.exists() else None
+
+
+def source_identity(source: TensorSource) -> dict[str, Any]:
+    """What tells one model's files from another's without reading them through."""
+    files = sorted({info.file for info in source.info.values()})
+    stats = {f: (source.folder / f).stat() for f in files}
+    return {f: {"bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats.items()}
 
 
 def _is_ours(folder: Path) -> bool:

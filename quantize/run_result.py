@@ -1,0 +1,26 @@
+"""What a run of a recipe hands back, whichever way it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..calib.text import Text
+from .recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did. dtype: of the forward passes (without any: of the arithmetic).
+    resumed_layers: how many steps an earlier run had finished. relative_error: module -> output
+    error over output energy (GPTQ only)."""
+
+    out: Path
+    recipe: Recipe
+    notes: list[str]
+    calibration: Text | None
+    dtype: str
+    resumed_layers: int
+    dropped_rows: int
+    relative_error: dict[str, float]
+    seconds: float
