@@ -48,8 +48,9 @@ class Role:
     layer: number of its decoder layer, -1 outside. made_from: the stored tensor that it starts as,
     where that has another name. neutral: it is a norm's gain, which has moved into the readers, and
     becomes this constant. reads: its last dimension is the residual stream; gain: the norm that
-    feeds it. values: its rows that are value heads. mixes_values: its last dimension is the
-    heads' outputs, each of that size. writes: its last dimension but one (a bias': its only one) is the residual stream.
+    feeds it. values: its rows that are value heads. mixes_values: its last dimension is the heads'
+    outputs, of that size each. writes: its last dimension but one (a bias has only one) is the
+    residual stream.
     """
 
     layer: int = -1

@@ -111,7 +111,13 @@ class SmoothQuantSettings:
 
 @dataclass(frozen=True)
 class RotateSettings:
-    """Which rotations are fused. r1: of the residual stream. r2: of each value head."""
+    """Which rotations are fused.
+
+    r1: of the residual stream. r2: of the value heads, another one in each layer.
+    kind: "hadamard" takes Hadamard matrices with random signs, "random" orthogonal matrices drawn
+        uniformly.
+    seed: from 0 to 2**32 - 1.
+    """
 
     r1: bool = True
     r2: bool = True
@@ -121,7 +127,9 @@ class RotateSettings:
     def __post_init__(self) -> None:
         one_of("kind", self.kind, ("hadamard", "random"))
         if not self.r1 and not self.r2:
-            raise UserError("a rotation with neither r1 nor r2 does nothing")
+            raise UserError("a rotation with neither r1 nor r2 does nothing; turn one of them on")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
 
 
 @dataclass(frozen=True)
