@@ -131,7 +131,7 @@ def write_rotated(
     try:
         _write_tensors(source, assembled)
         copy_side_files(folder, assembled)
-        config = read_config(folder) | source.config_changes
+        config = {**read_config(folder), **source.config_changes}
         write_text(assembled / "config.json", json.dumps(config, indent=2) + "\n")
         fsync_folder(assembled)
         put_in_place(assembled, out)
