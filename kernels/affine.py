@@ -1,11 +1,11 @@
 """The one definition of quantize and dequantize.
 
-value ~ (code - zero_point) * scale, with codes among a format's elements (kernels/elements.py): signed
-whole numbers, which may have a zero-point in the same range (None: 0), or small floats, which have
-none. This is the domain of compressed-tensors; layouts that store unsigned codes add 2^(b-1) when
-they pack. Scales and zero-points hold one entry per group of consecutive input columns: [out,
-groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1], one per block of m x n is
-[ceil(out/m), ceil(in/n)].
+value ~ (code - zero_point) * scale, with codes among a format's elements (kernels/elements.py):
+signed whole numbers, which may have a zero-point in the same range (None: 0), or small floats,
+which have none. This is the domain of compressed-tensors; layouts that store unsigned codes add
+2^(b-1) when they pack. Scales and zero-points hold one entry per group of consecutive input
+columns: [out, groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1], one per block of
+m x n is [ceil(out/m), ceil(in/n)].
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .elements import Elements, int_elements
+from .elements import E8M0_BIAS, Elements, int_elements
 
 
 def code_range(num_bits: int) -> tuple[int, int]:
@@ -80,6 +80,17 @@ def round_to_codes(
     if zero_point is None:
         return elements.snap_(q)
     return q.round_().add_(zero_point).clamp_(elements.lowest, elements.highest)
+
+
+def stored_scale_value(scale: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """What a stored scale is worth, float32.
+
+    uint8: an exponent (E8M0, 127 is one); float8_e4m3fn beside a global_scale float32 [1]: to be
+    divided by that; any other float as it is.
+    """
+    if scale.dtype == torch.uint8:
+        return torch.exp2(scale.float() - E8M0_BIAS)
+    return scale.float() if global_scale is None else scale.float() / global_scale
 
 
 def values_of_codes(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:

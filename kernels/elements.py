@@ -8,6 +8,7 @@ it saturates.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+E8M0_BIAS = 127  # of the 8-bit exponents that MX scales are
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,20 @@ def int_elements(num_bits: int) -> Elements:
 
 E4M3 = E4M3Elements(-E4M3_MAX, E4M3_MAX, torch.float8_e4m3fn)
 E2M1 = E2M1Elements(-E2M1_MAX, E2M1_MAX, torch.float8_e4m3fn)
+
+
+def mx_exponents(peak: Tensor, elements: Elements) -> Tensor:
+    """The exponent of each MX group's power-of-two scale, float32, -127 to 127; `peak` float32.
+
+    OCP MX 1.0 takes floor(log2(peak)) less the exponent of the largest element, which saturates a
+    peak of up to twice that power of two. Here, as in compressed-tensors, a peak in the last eighth
+    below the next power of two (mantissa 1.75 or more) takes the next exponent. A peak of zero
+    gets the lowest.
+    """
+    mantissa, exponent = torch.frexp(peak)  # mantissa 0.5 to 1
+    largest = math.frexp(elements.highest)[1]
+    taken = (exponent + (mantissa >= 0.875) - largest).float().clamp_(-E8M0_BIAS, E8M0_BIAS)
+    return torch.where(peak > 0, taken, float(-E8M0_BIAS))
 
 
 def elements_of(kind: str, num_bits: int) -> Elements:

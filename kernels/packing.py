@@ -3,7 +3,7 @@
 The compressed-tensors bitstream: code i of a row occupies bits [i*b, (i+1)*b) of a dense
 little-endian stream, cut into int32 words; the stored value is code + 2^(b-1). A row of n codes
 takes ceil(n*b/32) words, the unused top bits are zero. 32 codes fill exactly b words, so rows are
-handled in chunks of 32 codes.
+handled in chunks of 32 codes. Elements of 4-bit floats are packed two to a byte.
 """
 
 from __future__ import annotations
@@ -55,6 +55,26 @@ def unpack_bits(words: Tensor, num_bits: int, columns: int) -> Tensor:
             value = value | (grouped[..., word + 1] << (32 - offset))
         codes[..., i] = ((value & mask) - half).to(torch.int8)
     return codes.view(rows, -1)[:, :columns].contiguous()
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """E2M1 elements float8_e4m3fn [rows, n] to uint8 [rows, n/2], n even, the first of two lower.
+
+    A nibble is the sign (bit 3) and the index of the magnitude in 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    """
+    bits = codes.view(torch.uint8)
+    magnitude = bits & 0x7F  # E4M3: 0.5 is 0x30; from 1, 0x38, on every E2M1 step is 4 of its own
+    index = torch.where(magnitude < 0x38, (magnitude > 0).to(torch.uint8), (magnitude >> 2) - 12)
+    nibbles = index | ((bits >> 4) & 8)
+    return nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """uint8 [rows, n/2] to E2M1 elements float8_e4m3fn [rows, n]; the inverse of `pack_e2m1`."""
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    index = nibbles & 7
+    bits = torch.where(index < 2, index * 0x30, (index + 12) << 2) | ((nibbles & 8) << 4)
+    return bits.view(torch.float8_e4m3fn)
 
 
 def _to_int32(words: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.affine import dequantize_affine
+from ..kernels.affine import dequantize_affine, stored_scale_value
 from ..kernels.elements import Elements, elements_of
 from .spec import QuantSpec
 
@@ -40,10 +40,3 @@ class Quantized(NamedTuple):
         """The values [out, in]: computed in float32, rounded once to `dtype`."""
         scale = self.float_scale()
         return dequantize_affine(self.codes, scale, self.zero_point, dtype, self.spec.block)
-
-
-def stored_scale_value(scale: Tensor, global_scale: Tensor | None) -> Tensor:
-    """A stored scale as float32: see `Quantized`."""
-    if scale.dtype == torch.uint8:
-        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
-    return scale.float() if global_scale is None else scale.float() / global_scale

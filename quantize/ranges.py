@@ -16,15 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.elements import E2M1, E4M3_MAX, Elements
-from .quantized import elements, stored_scale_value
+from ..kernels.affine import stored_scale_value
+from ..kernels.elements import E4M3_MAX, E8M0_BIAS, Elements, mx_exponents
+from ..kernels.errors import UserError
+from .quantized import elements
 from .spec import Block, Channel, Group, QuantSpec, TensorWise
 
 SHRINK_GRID = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)  # share of the full range that is kept
 FLOAT_SHRINK_GRID = (1.15, 1.08, 1.0, 0.92, 0.85, 0.78, 0.7, 0.62)  # floats have finer low steps
 REFITS = 2
 CHUNK_ELEMENTS = 1 << 18  # elements of a row chunk: keeps the search's temporaries in cache
-E8M0_BIAS = 127
 
 
 class QParams(NamedTuple):
@@ -102,13 +103,15 @@ def choose_qparams(
     importance: Tensor | None = None,
     store: ScaleStore | None = None,
 ) -> QParams:
-    """Scales (and zero-points) for the weight w [out, in].
+    """Scales (and zero-points) for the weight w [out, in]; UserError when it is not all finite.
 
     importance: float [in], at least 0, one entry an input column: searches for the least weighted
     squared error. None: the plain minimum-maximum range (round to nearest). scale_dtype: the
     model's. store: given where w is part of a larger weight whose scales are stored alike.
     """
     w = w.float()
+    if not bool(torch.isfinite(w).all()):
+        raise UserError("the weight holds NaN or infinite values: the model is damaged")
     store = store or scale_store(w, spec, scale_dtype)
     groups = grouped(w, spec)
     if importance is None:
@@ -140,21 +143,19 @@ def _minmax(groups: Tensor, spec: QuantSpec, store: ScaleStore) -> QParams:
     if spec.symmetric:
         half = codes.highest if spec.type == "float" else (codes.highest - codes.lowest) / 2
         peak = groups.abs().amax(-1)
-        return QParams(store.encode(_full_scale(peak, half, codes, store)), None, store.global_scale)
+        return QParams(
+            store.encode(_full_scale(peak, half, codes, store)), None, store.global_scale
+        )
     low = groups.amin(-1).clamp_(max=0)
     high = groups.amax(-1).clamp_(min=0)
     return _from_range(low, high, codes, store)
 
 
 def _full_scale(peak: Tensor, half: float, codes: Elements, store: ScaleStore) -> Tensor:
-    """The scale that puts `peak` at the end of the range. OCP MX 1.0: a power of two such that the
-    largest value keeps its exponent, which may saturate it."""
+    """The scale that puts `peak` at the end of the range, or near it as a power of two."""
     if store.dtype != torch.uint8:
         return peak / half
-    largest_exponent = 2.0 if codes is E2M1 else 8.0
-    tiny = torch.finfo(torch.float32).tiny
-    exponent = torch.floor(torch.log2(peak.clamp(min=tiny))) - largest_exponent
-    return torch.where(peak > 0, torch.exp2(exponent), 0.0)
+    return torch.where(peak > 0, torch.exp2(mx_exponents(peak, codes)), 0.0)
 
 
 def _from_range(low: Tensor, high: Tensor, codes: Elements, store: ScaleStore) -> QParams:
@@ -164,9 +165,7 @@ def _from_range(low: Tensor, high: Tensor, codes: Elements, store: ScaleStore) -
     return QParams(scale, zero.to(torch.int8))
 
 
-def _search_symmetric(
-    groups: Tensor, h: Tensor, codes: Elements, store: ScaleStore
-) -> QParams:
+def _search_symmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleStore) -> QParams:
     top = groups.amax(-1)
     bottom = groups.amin(-1)
     search = _Search(groups, h, codes, store, None)
@@ -185,9 +184,7 @@ def _search_symmetric(
     return QParams(search.refit(), None)
 
 
-def _search_asymmetric(
-    groups: Tensor, h: Tensor, codes: Elements, store: ScaleStore
-) -> QParams:
+def _search_asymmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleStore) -> QParams:
     low = groups.amin(-1).clamp_(max=0)
     high = groups.amax(-1).clamp_(min=0)
     search = _Search(groups, h, codes, store, torch.zeros_like(low))
@@ -265,8 +262,10 @@ class _Search:
             q = torch.maximum(q, self._codes.lowest - zero, out=q)
             q = torch.minimum(q, self._codes.highest - zero, out=q)
         product = torch.linalg.vecdot(q, self._weighted)
-        norm = torch.linalg.vecdot(q.square_(), self._h) if len(self._h) > 1 else torch.einsum(
-            "rgk,gk->rg", q.square_(), self._h[0]
+        norm = (
+            torch.linalg.vecdot(q.square_(), self._h)
+            if len(self._h) > 1
+            else torch.einsum("rgk,gk->rg", q.square_(), self._h[0])
         )
         fitted = torch.where(norm > 0, product / norm, scale)
         gain = torch.where(norm > 0, product * fitted, 0.0)

@@ -91,7 +91,8 @@ class PassWorker:
     def _keep(
         self, name: str, linear: nn.Linear, quantized: Quantized, report: dict[str, Any]
     ) -> None:
-        self._tensors |= compress(self.stored_name(name), quantized)
+        scheme = self._plan.linears[name].scheme
+        self._tensors |= compress(self.stored_name(name), quantized, scheme)
         self._report[name] = report
         _put(linear, quantized)
 

@@ -132,7 +132,7 @@ def quantize_folder(
         size = None if chosen == "W8A16" else group_size
         schemes[name] = scheme_from_name(chosen, size)
         weight = tensors.pop(f"{name}.weight")
-        tensors |= compress(name, round_to_nearest(weight, schemes[name]))
+        tensors |= compress(name, round_to_nearest(weight, schemes[name]), schemes[name])
     config["quantization_config"] = config_from_schemes(schemes, ["lm_head", "embed_out"], "0")
     (out / "config.json").write_text(json.dumps(config))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

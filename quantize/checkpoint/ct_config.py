@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...kernels.errors import UserError
 from ..spec import (
@@ -22,16 +22,26 @@ from ..spec import (
     Token,
 )
 
-READABLE_FORMATS = ("pack-quantized", "int-quantized")
+READABLE_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
 def format_of(scheme: LayerScheme) -> str:
-    """The compressed-tensors format that stores `scheme`."""
-    if scheme.weights.type == "float":
-        raise UserError("float formats are not written yet; use an integer scheme")
-    if scheme.weights.num_bits == 8:
-        return "int-quantized"
-    return "pack-quantized"
+    """The compressed-tensors format that stores `scheme`: the one that vLLM expects for it.
+
+    Integer codes are packed unless activations are quantized: then each takes a byte (also 4-bit).
+    """
+    weights = scheme.weights
+    if weights.type == "int":
+        return "pack-quantized" if scheme.input_activations is None else "int-quantized"
+    if weights.num_bits == 4:
+        return f"{'nvfp4' if weights.scale_dtype == 'e4m3' else 'mxfp4'}-pack-quantized"
+    if weights.scale_dtype == "e8m0":
+        return "mxfp8-quantized"
+    return "naive-quantized" if scheme.input_activations is None else "float-quantized"
 
 
 def spec_to_args(spec: QuantSpec) -> dict[str, Any]:
@@ -48,35 +58,58 @@ def spec_to_args(spec: QuantSpec) -> dict[str, Any]:
             strategy = {"strategy": "group", "group_size": size}
         case Block(rows, columns):
             strategy = {"strategy": "block", "group_size": None, "block_structure": [rows, columns]}
+    dynamic: bool | str = spec.dynamic
+    if spec.scale_dtype != "model":
+        strategy["scale_dtype"] = SCALE_DTYPES[spec.scale_dtype]
+    if spec.scale_dtype == "e4m3":  # under a scale of the whole tensor, which is static
+        strategy["strategy"] = "tensor_group"
+        dynamic = "local" if spec.dynamic else False
     return {
         "num_bits": spec.num_bits,
         "type": spec.type,
         "symmetric": spec.symmetric,
-        "dynamic": spec.dynamic,
+        "dynamic": dynamic,
         **strategy,
     }
 
 
 def args_to_spec(args: dict[str, Any]) -> QuantSpec:
     """compressed-tensors QuantizationArgs as a QuantSpec."""
-    size = args.get("group_size")
-    strategy = args.get("strategy") or ("group" if size and size > 0 else "channel")
-    granularity: Granularity
-    if strategy == "group":
-        granularity = Group(int(size or 0))
-    elif strategy == "block":
-        granularity = Block(*args["block_structure"])
-    elif strategy in (plain := {"tensor": TensorWise(), "channel": Channel(), "token": Token()}):
-        granularity = plain[strategy]
-    else:
-        raise UserError(f"quantization strategy '{strategy}' is not supported")
+    num_bits, kind = int(args["num_bits"]), args.get("type", "int")
     return QuantSpec(
-        num_bits=int(args["num_bits"]),
-        type=args.get("type", "int"),
-        granularity=granularity,
+        num_bits=num_bits,
+        type=kind,
+        granularity=_granularity(args),
         symmetric=bool(args.get("symmetric", True)),
         dynamic=bool(args.get("dynamic", False)),
+        scale_dtype=_scale_dtype(args, num_bits, kind),
     )
+
+
+def _granularity(args: dict[str, Any]) -> Granularity:
+    size = args.get("group_size")
+    strategy = args.get("strategy") or ("group" if size and size > 0 else "channel")
+    plain = {"tensor": TensorWise(), "channel": Channel(), "token": Token()}
+    if strategy in plain:
+        return plain[strategy]
+    if strategy in ("group", "tensor_group"):
+        return Group(int(size or 0))
+    if strategy == "block":
+        return Block(*args["block_structure"])
+    raise UserError(f"quantization strategy '{strategy}' is not supported")
+
+
+def _scale_dtype(
+    args: dict[str, Any], num_bits: int, kind: str
+) -> Literal["model", "e4m3", "e8m0"]:
+    """How scales are stored; files older than the field tell it by their groups."""
+    if args.get("strategy") == "tensor_group":
+        return "e4m3"
+    named = args.get("scale_dtype")
+    older_mx = kind == "float" and num_bits == 4 and args.get("group_size") == 32
+    if named == SCALE_DTYPES["e8m0"] or (named is None and older_mx):
+        return "e8m0"
+    return "model"
 
 
 def config_from_schemes(
@@ -133,6 +166,12 @@ def schemes_from_config(
             f"{folder}: the config_groups of config.json are not those of a compressed-tensors "
             f"checkpoint ({type(e).__name__}: {e}); download it again"
         ) from e
+
+
+def quantizes_outputs(quantization: dict[str, Any]) -> bool:
+    """Whether a config group quantizes what its linears put out, which lowbit does not compute."""
+    groups = quantization.get("config_groups", {}).values()
+    return any(group.get("output_activations") for group in groups)
 
 
 def _read_group(group: dict[str, Any], fmt: str | None) -> tuple[list[str], LayerScheme]:

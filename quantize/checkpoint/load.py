@@ -1,8 +1,8 @@
 """Read a checkpoint folder: which modules are quantized, how, and their tensors.
 
-One reader serves original models (nothing is quantized) and compressed-tensors checkpoints
-(pack-quantized and int-quantized), so that the runtime, the evals and the exporters need no case
-for either.
+One reader serves original models (nothing is quantized) and compressed-tensors checkpoints of every
+format in ct_config.READABLE_FORMATS, so that the runtime, the evals and the exporters need no case
+for any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...calib.shards import Shards
 from ...kernels.errors import UserError
 from ..quantized import Quantized
 from ..spec import LayerScheme
-from .compress import decompress
+from .compress import decompress, decompress_input_scale
 from .ct_config import scheme_for_module, schemes_from_config
 
 
@@ -38,6 +38,15 @@ class Checkpoint:
         """Codes, scale and zero-point of the quantized linear `module`, unpacked."""
         spec = self.schemes[module].weights
         return decompress(module, self.shards, lambda n: self.shards.get(n, device), spec)
+
+    def input_scale(self, module: str, device: str | torch.device = "cpu") -> Tensor | None:
+        """The stored scale [1] of the inputs of `module`; None where none is stored."""
+        spec = self.schemes[module].input_activations
+        if spec is None:
+            return None
+        return decompress_input_scale(
+            module, self.shards, lambda n: self.shards.get(n, device), spec
+        )
 
     def dense_weight(
         self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"

@@ -27,9 +27,13 @@ from .repack import can_repack, repack
 from .writer import Planned, replacing, start_file
 
 HALF_MAX = 65504.0  # largest float16, the type of values or scales
-PARTS = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+PARTS = (
+    "weight", "bias", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
+    "weight_global_scale",
+)  # fmt: skip
 IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
-    ".inv_freq", ".input_scale", ".input_zero_point", ".q_scale", ".k_scale", ".v_scale",
+    ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
+    ".k_scale", ".v_scale",
 )  # fmt: skip
 
 
@@ -180,6 +184,8 @@ def encode(checkpoint: Checkpoint, h: Hyperparameters, entry: Entry) -> tuple[Te
     if entry.part == "weight" and module in checkpoint.schemes:
         q = checkpoint.quantized(module)
         _check_shape(q.codes, entry)
+        if q.spec.type != "int" or q.spec.block is not None:  # no block type holds such codes
+            return _encode_dense(place(q.dequantize()), entry), False
         rows = q.codes.shape[0]
         zero = q.zero_point
         q = Quantized(

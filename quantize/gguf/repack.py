@@ -19,7 +19,7 @@ from .codecs import AffineCodec, Codec, SymmetricCodec
 
 def can_repack(spec: QuantSpec, columns: int, codec: type[Codec]) -> bool:
     """Whether every weight stored by `spec` fits `codec`, whatever its codes are."""
-    if spec.type != "int" or not _aligned(columns, spec.groups(columns), codec.block):
+    if spec.type != "int" or spec.block or not _aligned(columns, spec.groups(columns), codec.block):
         return False
     if issubclass(codec, AffineCodec):
         return (1 << spec.num_bits) - 1 <= codec.high
@@ -37,7 +37,7 @@ def repack(q: Quantized, codec: type[Codec]) -> Tensor | None:
     zero = q.zero_point.int() if q.zero_point is not None else torch.zeros(1, 1, dtype=torch.int32)
     d = _per_block(q.scale, rows, columns // codec.block).to(torch.float16).float()
     if issubclass(codec, SymmetricCodec):
-        levels = q.codes - expand_groups(zero, columns)
+        levels = q.codes - expand_groups(zero, rows, columns)
         if levels.min() < codec.low or levels.max() > codec.high:
             return None
         blocks = codec.pack(d, levels.to(torch.int8).view(-1, codec.block))
