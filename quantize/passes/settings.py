@@ -150,3 +150,28 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(value, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise UserError(f"unknown {name} '{value}'{hint} (known: {', '.join(known)})")
+
+
+@dataclass(frozen=True)
+class BudgetSettings:
+    """How bits are given out. bits: the mean per weight, scales and zero-points counted.
+    num_bits, group_sizes: what each linear's scheme is chosen from. samples: calibration rows on
+    which sensitivity is measured."""
+
+    bits: float = 4.0
+    num_bits: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
+    group_sizes: tuple[int, ...] = (32, 64, 128)
+    samples: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 < self.bits <= 16:
+            raise UserError(f"a budget is over 1 and at most 16 bits per weight, got {self.bits:g}")
+        at_least_one("budget samples", self.samples)
+        for name, values in (("num_bits", self.num_bits), ("group_sizes", self.group_sizes)):
+            if not values:
+                raise UserError(f"a budget needs at least one of {name} to choose from")
+        wrong = [b for b in self.num_bits if not 2 <= b <= 8]
+        if wrong:
+            raise UserError(f"a budget's num_bits are from 2 to 8, got {wrong[0]}")
+        for size in self.group_sizes:
+            at_least_one("group_sizes", size)

@@ -1,0 +1,81 @@
+"""What sensitivity claims: bits as they are stored, divergences as they come out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lowbit.calib.fisher import LayerFisher, run_backward
+from lowbit.calib.model import LayeredModel
+from lowbit.calib.text import load_text, load_tokenizer, token_rows
+from lowbit.quantize.checkpoint.compress import compress
+from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
+from lowbit.quantize.passes.rtn import rtn_quantize
+from lowbit.quantize.passes.settings import GPTQSettings
+from lowbit.quantize.sensitivity import rounding_costs, stored_bits
+from lowbit.quantize.spec import Channel, Group, LayerScheme, QuantSpec
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("num_bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("granularity", [Group(16), Channel()], ids=["group", "channel"])
+def test_bits_are_those_that_are_stored(num_bits: int, symmetric: bool, granularity) -> None:
+    w = torch.randn(10, 48, generator=torch.Generator().manual_seed(0)).half()
+    spec = QuantSpec(num_bits, granularity=granularity, symmetric=symmetric)
+    scheme = LayerScheme(spec)
+    stored = compress("linear", rtn_quantize(w, spec, w.dtype), scheme)
+    assert stored_bits(scheme, (10, 48), w.dtype) == 8 * sum(t.nbytes for t in stored.values())
+
+
+@pytest.fixture(scope="module")
+def data() -> Path:
+    if "LOWBIT_TEST_DATA" not in os.environ:
+        pytest.skip("LOWBIT_TEST_DATA is not set: the trained tiny Llama is not here")
+    return Path(os.environ["LOWBIT_TEST_DATA"])
+
+
+def test_predicts_the_divergence_of_each_input_s_linears(data: Path) -> None:
+    """One backward pass against a forward pass of the quantized model for each, at 3 bits."""
+    folder = data / "stories260k-ffn192"
+    tokenizer = load_tokenizer(folder)
+    rows = {
+        file: token_rows(load_text(str(data / f"text/{file}.txt"), "evaluation"), tokenizer, 8, 256)
+        for file in ("tinystories_train_sample", "tinystories_valid")
+    }
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    spec, settings = QuantSpec(3, granularity=Group(32)), GPTQSettings()
+    predicted, measured = [], []
+
+    @torch.no_grad()
+    def log_probs() -> torch.Tensor:
+        return whole(input_ids=rows["tinystories_valid"], use_cache=False).logits.log_softmax(-1)
+
+    base = log_probs()
+
+    def visit(layer: LayerFisher) -> None:
+        for shared in layer.inputs:
+            hessian = shared.hessian.mean()
+            factor = factor_hessian(hessian, settings)
+            weights = {n: whole.get_submodule(n).weight for n in shared.readers}
+            originals = {n: w.data for n, w in weights.items()}
+            for n, w in originals.items():
+                weights[n].data = gptq_quantize(
+                    w, factor, spec, torch.float16, settings
+                ).quantized.dequantize()
+            measured.append((base.exp() * (base - log_probs())).sum(-1).mean())
+            for n, w in originals.items():
+                weights[n].data = w
+            costs = [
+                rounding_costs(w, [spec], hessian, factor, layer.fisher[n], torch.float16, True)
+                for n, w in originals.items()
+            ]
+            predicted.append(sum(cost for [cost] in costs))
+
+    run_backward(LayeredModel(folder), rows["tinystories_train_sample"], lambda n: True, visit)
+    ratio = torch.tensor(predicted) / torch.tensor(measured)
+    assert len(ratio) == 20 and 0.5 < ratio.min() and ratio.max() < 2
+    ranks = torch.stack([t.argsort().argsort() for t in map(torch.tensor, (predicted, measured))])
+    assert torch.corrcoef(ranks.double())[0, 1] > 0.9
