@@ -47,7 +47,23 @@ class Block:
     columns: int
 
 
-Granularity = TensorWise | Channel | Group | Token | Block
+@dataclass(frozen=True)
+class Head:
+    """One scale for all tokens of each attention head of the cached keys or values."""
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """One scale for each channel of a head over `size` consecutive tokens of the cache."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"a group of tokens has at least 1, got {self.size}")
+
+
+Granularity = TensorWise | Channel | Group | Token | Block | Head | TokenGroup
 
 
 @dataclass(frozen=True)
@@ -113,10 +129,52 @@ class LayerScheme:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How cached keys and values are stored."""
+    """How cached keys and values are stored; None: as they were computed.
 
-    key: QuantSpec
-    value: QuantSpec
+    Their granularities: Token (one scale a token and head), Group (some channels of one), TokenGroup
+    (one channel over some tokens); static ones, whose scales are calibrated: TensorWise, Head.
+    rotate_key, rotate_value: through a Hadamard matrix of each head. key_before_rope: keys are taken
+    back to what they were before their rotary embedding. skip_layers: decoder layers (from 0) whose
+    keys and values stay as they were computed.
+    """
+
+    key: QuantSpec | None
+    value: QuantSpec | None
+    rotate_key: bool = False
+    rotate_value: bool = False
+    key_before_rope: bool = False
+    skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.key is None and self.value is None:
+            raise UserError("a cache whose keys and values both stay as they are is not quantized")
+        for name, part in (("keys", self.key), ("values", self.value)):
+            if part is not None:
+                _check_cached(name, part)
+        if self.rotate_key and self.key_before_rope:
+            raise UserError("keys are rotated after their rotary embedding: key_before_rope is off")
+        if any(layer < 0 for layer in self.skip_layers):
+            raise UserError(f"skip_layers counts layers from 0, got {min(self.skip_layers)}")
+
+    @property
+    def is_static(self) -> bool:
+        """Whether some scales are calibrated and stored in the checkpoint."""
+        return any(part is not None and not part.dynamic for part in (self.key, self.value))
+
+
+def _check_cached(name: str, part: QuantSpec) -> None:
+    dynamic = isinstance(part.granularity, Token | Group | TokenGroup)
+    if not dynamic and not isinstance(part.granularity, TensorWise | Head):
+        raise UserError(f"cached {name} have no {type(part.granularity).__name__} granularity")
+    if part.dynamic != dynamic:
+        raise UserError(
+            f"cached {name} by {type(part.granularity).__name__} have "
+            f"{'dynamic' if dynamic else 'static'} scales"
+        )
+    if not dynamic and not part.symmetric:
+        raise UserError(f"static scales of cached {name} are symmetric")
+    if part.type == "float" and part.num_bits != 8:
+        raise UserError(f"cached {name} are int of 2 to 8 bits or float of 8, got {part.num_bits}")
 
 
 def _weights(num_bits: int, symmetric: bool = True) -> LayerScheme:
