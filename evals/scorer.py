@@ -1,9 +1,10 @@
 """Models as scorers: token ids in, logits out, by transformers' own forward pass.
 
-The reference architecture runs, not our runtime, so a measured difference is the weights' alone. A
-compressed-tensors checkpoint with quantized weights only gets its weights dequantized by our reader
-(the definition in kernels/affine.py) and needs no other package; every other quantized layout goes
-through transformers' loader for it.
+The reference architecture runs, not our runtime, so a measured difference is quantization's alone.
+A compressed-tensors checkpoint gets its weights dequantized by our reader (the definition in
+kernels/affine.py) and the inputs of its linears fake-quantized where the checkpoint asks for that
+(kernels/activations.py), and needs no other package; every other quantized layout goes through
+transformers' loader for it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calib.expert_shards import fuse_experts
+from ..calib.experts import split_experts
 from ..calib.model import build_on_meta, load_config
 from ..calib.shards import Shards
 from ..kernels.errors import UserError
+from ..kernels.names import names_in_model
+from ..quantize.activations import activation_format, fake_quantize_input
+from ..quantize.checkpoint.ct_config import quantizes_outputs, schemes_from_config
 from ..quantize.checkpoint.load import Checkpoint, read_config
+from ..quantize.spec import QuantSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,7 +62,7 @@ def load_scorer(
     """
     folder, device = Path(folder), torch.device(device)
     torch_dtype = measuring_dtype(dtype, device, folder)
-    load = _load_dequantized if has_plain_activations(folder) else _load_by_transformers
+    load = _load_dequantized if is_computed_here(folder) else _load_by_transformers
     return TransformersScorer(load(folder, torch_dtype).to(device).eval())
 
 
@@ -75,14 +82,20 @@ def context_limit(folder: str | Path) -> int | None:
     return getattr(load_config(Path(folder)).get_text_config(), "max_position_embeddings", None)
 
 
-def has_plain_activations(folder: Path) -> bool:
-    """Whether it is a compressed-tensors checkpoint in which nothing but weights is quantized."""
+def is_computed_here(folder: Path) -> bool:
+    """Whether all that is quantized in it is computed by our own definitions."""
     quantization = read_config(folder).get("quantization_config") or {}
     if quantization.get("quant_method") != "compressed-tensors":
         return False
-    groups = quantization.get("config_groups", {}).values()
-    activations = [g.get(f"{side}_activations") for g in groups for side in ("input", "output")]
-    return not any(activations) and not quantization.get("kv_cache_scheme")
+    if quantization.get("kv_cache_scheme") or quantizes_outputs(quantization):
+        return False
+    for _, scheme in schemes_from_config(quantization, folder):
+        try:
+            if scheme.input_activations is not None:
+                activation_format(scheme.input_activations)
+        except UserError:
+            return False
+    return True
 
 
 def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
@@ -96,10 +109,12 @@ def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
     }
     for module in checkpoint.schemes:
         weights[f"{module}.weight"] = checkpoint.dense_weight(module, dtype)
-    model_class = type(build_on_meta(folder, config, dtype))
+    model = build_on_meta(folder, config, dtype)
+    split_experts(model)
+    weights = fuse_experts(model, weights)
     return _complete(
         folder,
-        lambda: model_class.from_pretrained(
+        lambda: type(model).from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         ),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calib.shards import Shards
+from ...calib.shards import Shards, TensorSource
 from ...kernels.errors import UserError
 from ..quantized import Quantized
 from ..spec import LayerScheme
@@ -30,7 +30,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.shards = Shards(self.folder)
+        self.shards: TensorSource = Shards(self.folder)
         self.config = read_config(self.folder)
         self.schemes: dict[str, LayerScheme] = self._find_schemes()
 
@@ -66,10 +66,19 @@ class Checkpoint:
         return config
 
     def model_on_meta(self, config: Any, dtype: torch.dtype) -> Any:
-        """The causal LM of `config`, its parameters on meta; UserError when it is none."""
+        """The causal LM of `config`, its parameters on meta; UserError when it is none.
+
+        Its experts are split into linears (calib/experts.py), and `shards` has a tensor for each
+        from then on, whichever way the checkpoint holds them.
+        """
+        from ...calib.expert_shards import by_expert
+        from ...calib.experts import split_experts
         from ...calib.model import build_on_meta
 
-        return build_on_meta(self.folder, config, dtype)
+        model = build_on_meta(self.folder, config, dtype)
+        split_experts(model)
+        self.shards = by_expert(model, self.shards)
+        return model
 
     def _find_schemes(self) -> dict[str, LayerScheme]:
         quantization = self.config.get("quantization_config")
