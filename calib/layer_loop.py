@@ -1,19 +1,21 @@
 """The layer loop: run calibration rows through one decoder layer at a time and hand each input's
 statistics to a worker that quantizes the linears that read it.
 
-Two orders. Sequential: batches of rows go through the layer in step. Each stops at a linear until
+Transforms come first: for each, the rows run through the layer as it is, and the statistics of its
+inputs decide how its weights are changed. Then the linears are quantized, in one of two orders. Sequential: batches of rows go through the layer in step. Each stops at a linear until
 all have reached it and its input's statistics are whole; the worker quantizes it, and the batches
 go on with the quantized weight. So every linear is calibrated on what it will really read, and each
 runs once. Parallel: the batches go through twice, first to observe the unquantized layer, then to
 hand its quantized output to the next one: no batch is ever held half-way, in up to twice the time.
+A worker that quantizes whole layers sees all batches at once instead.
 
 The loop knows no method by name: a worker says which statistics it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -24,7 +26,7 @@ from .memory import release_free_memory, share_one_arena
 from .model import LayerCall, LayeredModel
 from .pausable import PausableCall
 from .row_guard import RowGuard
-from .statistics import STATISTICS, Hessian
+from .statistics import STATISTICS
 
 LAYERS_A_TRIM = (
     4  # trimming after each costs a tenth of the time, never lets memory grow with depth
@@ -37,22 +39,62 @@ class InputGroup(NamedTuple):
     """Linears (full name -> module) that read the same input, and that input's statistics."""
 
     linears: dict[str, nn.Linear]
-    statistics: dict[str, Hessian]
+    statistics: dict[str, Any]  # name in STATISTICS -> an instance of its class
 
 
-class LayerWorker(Protocol):
-    """What the loop drives. `needs`: names of STATISTICS."""
+class Wants(Protocol):
+    """Who asks for statistics (`needs`: names of STATISTICS) of which linears' inputs."""
 
     @property
     def needs(self) -> frozenset[str]: ...
 
-    def wants(self, name: str) -> bool:
-        """Whether the linear `name` is to be quantized."""
+    def wants(self, name: str) -> bool: ...
+
+
+class LayerTransform(Wants, Protocol):
+    """A change of a layer's weights before they are quantized."""
+
+    def apply(
+        self,
+        layer_name: str,
+        layer: nn.Module,
+        groups: list[InputGroup],
+        calls: list[LayerCall],
+    ) -> None:
+        """Change the weights of the loaded layer, unquantized until then."""
         ...
+
+
+class LayerWorker(Wants, Protocol):
+    """What the loop drives; it `wants` the linears that are to be quantized.
+
+    transforms: what changes a layer's weights before. whole_layers: layers go to `quantize_layer`
+    instead of their input groups to `quantize`.
+    """
+
+    transforms: Sequence[LayerTransform] = ()
+    whole_layers: bool = False
+
+    def begin(self, layer_name: str, layer: nn.Module) -> None:
+        """Called with each loaded layer that is not finished, before all else."""
 
     def quantize(self, group: InputGroup) -> None:
         """Quantize the group's linears and put the values that are stored into their weights."""
         ...
+
+    def quantize_layer(
+        self,
+        layer_name: str,
+        layer: nn.Module,
+        groups: list[InputGroup],
+        calls: list[LayerCall],
+    ) -> None:
+        """Quantize all of the layer's wanted linears."""
+        raise NotImplementedError
+
+    def quantized_inputs(self, layer_name: str, layer: nn.Module) -> AbstractContextManager[None]:
+        """While open, a linear that is quantized rounds its input where its scheme says so."""
+        return nullcontext()
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
         """Called when all linears of a layer are quantized: store them.
@@ -96,12 +138,21 @@ def run_layers(
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
-                if worker.restore(name, layer):
-                    states = [forward_layer(layer, call) for call in calls]
-                else:
-                    step = _sequential if order == "sequential" else _parallel
-                    states = step(name, layer, calls, worker, guard)
+                if not worker.restore(name, layer):
+                    worker.begin(name, layer)
+                    for transform in worker.transforms:
+                        groups = _observe(name, layer, calls, transform, guard)
+                        transform.apply(name, layer, groups, calls)
+                    if worker.whole_layers:
+                        groups = _observe(name, layer, calls, worker, guard)
+                        worker.quantize_layer(name, layer, groups, calls)
+                        states = _forward(name, layer, calls, worker)
+                    else:
+                        step = _sequential if order == "sequential" else _parallel
+                        states = step(name, layer, calls, worker, guard)
                     worker.finish(name, guard.dropped)
+                else:
+                    states = _forward(name, layer, calls, worker)
             if number % LAYERS_A_TRIM == 0:
                 release_free_memory()
             progress(name)
@@ -116,8 +167,16 @@ def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+def _forward(
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker
+) -> list[Tensor]:
+    """The quantized layer's outputs."""
+    with worker.quantized_inputs(name, layer):
+        return [forward_layer(layer, call) for call in calls]
+
+
 def shared_inputs(
-    name: str, layer: nn.Module, call: LayerCall, worker: LayerWorker
+    name: str, layer: nn.Module, call: LayerCall, worker: Wants
 ) -> list[dict[str, nn.Linear]]:
     """The layer's wanted linears, grouped by the input that they read, in the order of their calls.
 
@@ -155,7 +214,7 @@ def _sequential(
     name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
 ) -> list[Tensor]:
     groups = shared_inputs(name, layer, calls[0], worker)
-    statistics: list[dict[str, Hessian]] = [{} for _ in groups]
+    statistics: list[dict[str, Any]] = [{} for _ in groups]
     observe = _Observer(statistics, calls, worker, guard)
 
     def forward(call: LayerCall) -> Callable[[], Tensor]:
@@ -174,8 +233,10 @@ def _sequential(
 
         return hook
 
+    stops = {next(iter(g.values())): stop_at(i) for i, g in enumerate(groups)}
     try:
-        with _input_hooks({next(iter(g.values())): stop_at(i) for i, g in enumerate(groups)}):
+        # observed first, then rounded: a paused batch goes on with what was decided meanwhile
+        with _input_hooks(stops), worker.quantized_inputs(name, layer):
             for index, group in enumerate(groups):
                 for observe.batch, batch in enumerate(passes):
                     batch.resume()
@@ -190,9 +251,20 @@ def _sequential(
 def _parallel(
     name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
 ) -> list[Tensor]:
-    groups = shared_inputs(name, layer, calls[0], worker)
-    statistics: list[dict[str, Hessian]] = [{} for _ in groups]
-    observe = _Observer(statistics, calls, worker, guard)
+    for group in _observe(name, layer, calls, worker, guard):
+        worker.quantize(group)
+    return _forward(name, layer, calls, worker)
+
+
+def _observe(
+    name: str, layer: nn.Module, calls: list[LayerCall], wants: Wants, guard: RowGuard
+) -> list[InputGroup]:
+    """The layer's wanted linears by input, with the statistics of one pass of all batches."""
+    groups = shared_inputs(name, layer, calls[0], wants)
+    statistics: list[dict[str, Any]] = [{} for _ in groups]
+    if not wants.needs:
+        return [InputGroup(group, {}) for group in groups]
+    observe = _Observer(statistics, calls, wants, guard)
 
     def look_at(index: int) -> InputHook:
         return lambda _, args: observe(index, args[0])
@@ -200,9 +272,7 @@ def _parallel(
     with _input_hooks({next(iter(g.values())): look_at(i) for i, g in enumerate(groups)}):
         for observe.batch, call in enumerate(calls):
             forward_layer(layer, call)
-    for group, stats in zip(groups, statistics, strict=True):
-        worker.quantize(InputGroup(group, stats))
-    return [forward_layer(layer, call) for call in calls]
+    return [InputGroup(g, stats) for g, stats in zip(groups, statistics, strict=True)]
 
 
 class _Observer:
@@ -210,16 +280,16 @@ class _Observer:
 
     def __init__(
         self,
-        statistics: list[dict[str, Hessian]],
+        statistics: list[dict[str, Any]],
         calls: list[LayerCall],
-        worker: LayerWorker,
+        wants: Wants,
         guard: RowGuard,
     ) -> None:
-        self._statistics, self._calls, self._worker, self._guard = statistics, calls, worker, guard
+        self._statistics, self._calls, self._wants, self._guard = statistics, calls, wants, guard
         self.batch = 0
 
     def __call__(self, index: int, x: Tensor) -> None:
-        stats = self._statistics[index] or _new_statistics(self._worker, x)
+        stats = self._statistics[index] or _new_statistics(self._wants, x)
         self._statistics[index] = stats
         first_row = sum(len(call.hidden) for call in self._calls[: self.batch])
         finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
@@ -234,6 +304,7 @@ def _without_data(
     for name in [*model.layers, *head]:
         with torch.inference_mode(), model.loaded(name) as layer:
             if not worker.restore(name, layer):
+                worker.begin(name, layer)
                 for linear_name, linear in _wanted_linears(name, layer, worker).items():
                     worker.quantize(InputGroup({linear_name: linear}, {}))
                 worker.finish(name, [])
@@ -252,7 +323,8 @@ def _output_head(
         assert isinstance(head, nn.Linear)
         if worker.restore(name, head):
             return
-        statistics: dict[str, Hessian] = {}
+        worker.begin(name, head)
+        statistics: dict[str, Any] = {}
         first_row = 0
         for x in model.head_inputs(rows, states):
             statistics = statistics or _new_statistics(worker, x)
@@ -264,7 +336,7 @@ def _output_head(
         worker.finish(name, guard.dropped)
 
 
-def _wanted_linears(name: str, layer: nn.Module, worker: LayerWorker) -> dict[str, nn.Linear]:
+def _wanted_linears(name: str, layer: nn.Module, worker: Wants) -> dict[str, nn.Linear]:
     return {
         inner: module
         for inner, module in layer.named_modules(prefix=name)
@@ -272,7 +344,7 @@ def _wanted_linears(name: str, layer: nn.Module, worker: LayerWorker) -> dict[st
     }
 
 
-def _new_statistics(worker: LayerWorker, x: Tensor) -> dict[str, Hessian]:
+def _new_statistics(worker: Wants, x: Tensor) -> dict[str, Any]:
     return {need: STATISTICS[need](x.shape[-1], x.device) for need in sorted(worker.needs)}
 
 

@@ -57,4 +57,29 @@ class Hessian:
         return (upper + upper.triu(1).T) / max(1, self.tokens)
 
 
-STATISTICS: dict[str, type[Hessian]] = {"hessian": Hessian}
+class ChannelRange:
+    """Of each input column over all tokens: `peak`, the largest |x|, and `mean_abs`, its mean, both
+    float32 [in]."""
+
+    def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
+        self.peak = torch.zeros(in_features, device=device)
+        self._sum = torch.zeros(in_features, device=device)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        flat = x.reshape(-1, x.shape[-1])
+        self.tokens += flat.shape[0]
+        for chunk in flat.split(TOKENS_A_CHUNK):
+            magnitude = chunk.abs()
+            torch.maximum(self.peak, magnitude.amax(0).float(), out=self.peak)
+            self._sum += magnitude.sum(0, dtype=torch.float32)
+
+    @property
+    def mean_abs(self) -> Tensor:
+        return self._sum / max(1, self.tokens)
+
+
+STATISTICS: dict[str, type[Hessian] | type[ChannelRange]] = {
+    "hessian": Hessian,
+    "channel_range": ChannelRange,
+}

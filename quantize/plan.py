@@ -16,7 +16,7 @@ from torch import nn
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
-from .recipe import Recipe, WeightPass
+from .recipe import Pass, Recipe, WeightPass
 from .spec import Channel, Group, LayerScheme, with_group_size
 
 GROUP_SIZES = (128, 64, 32, 16)
@@ -68,7 +68,7 @@ def plan_linears(
     """The plan for linears by name, which may be on meta: see `match_linears`."""
     linears: dict[str, PlannedLinear] = {}
     notes: list[str] = []
-    for taken_by in recipe.passes:
+    for taken_by in recipe.weight_passes:
         names = match_linears(taken_by, inner, outer, head)
         twice = [n for n in names if n in linears]
         if twice:
@@ -143,12 +143,18 @@ def settle_group_size(
     if not misfits:
         return scheme, None
     fitting = [g for g in GROUP_SIZES if all(c % g == 0 for _, c in shapes.values())]
+    fixed = scheme.weights.scale_dtype != "model"  # the format's own size
     example = f"{shapes[misfits[0]][1]} input columns of '{misfits[0]}'"
     if taken_by.group_size is not None:
         raise UserError(
             f"group size {size} does not divide the {example} ({len(misfits)} of {len(shapes)} "
             f"linears); sizes that would do: {', '.join(map(str, fitting)) or 'none'}"
             f"{', ' if fitting else '; use '}-1 (one scale a channel)"
+        )
+    if fixed:
+        raise UserError(
+            f"{taken_by.scheme} has groups of {size} columns, which does not divide the {example} "
+            f"({len(misfits)} of {len(shapes)} linears); ignore those, or use FP8_DYNAMIC or W4A16"
         )
     if not fitting:
         name = next(n for n in misfits if shapes[n][1] % GROUP_SIZES[-1])
@@ -162,8 +168,11 @@ def settle_group_size(
 
 def settled_recipe(recipe: Recipe, plan: Plan) -> Recipe:
     """`recipe` with each pass's group size as the plan settled it."""
-    passes = []
+    passes: list[Pass] = []
     for taken_by in recipe.passes:
+        if not isinstance(taken_by, WeightPass):
+            passes.append(taken_by)
+            continue
         scheme = next(p.scheme for p in plan.linears.values() if p.taken_by is taken_by)
         match scheme.weights.granularity:
             case Group(size):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..calib.text import Text
@@ -13,7 +13,8 @@ from .recipe import Recipe
 class RunResult:
     """What a run did. dtype: of the forward passes (without any: of the arithmetic).
     resumed_layers: how many steps an earlier run had finished. relative_error: module -> output
-    error over output energy (GPTQ only)."""
+    error over output energy (GPTQ only). pass_seconds: pass -> layer -> seconds spent in it, the
+    forward passes not counted."""
 
     out: Path
     recipe: Recipe
@@ -24,3 +25,4 @@ class RunResult:
     dropped_rows: int
     relative_error: dict[str, float]
     seconds: float
+    pass_seconds: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,33 +17,22 @@ from tqdm import tqdm
 from ..calib.device import matmul_flops, resolve_dtype
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
-from ..calib.shards import Shards
 from ..calib.text import Text, load_text, load_tokenizer, token_rows
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
-from .checkpoint.journal import Journal, unfinished_identity
+from .checkpoint.journal import Journal, source_identity, unfinished_identity
 from .checkpoint.save import check_output, save_checkpoint
+from .fp8_source import open_model, open_source
 from .plan import Plan, make_plan, settled_recipe
 from .recipe import DTYPES, Recipe, WeightPass
+from .rotated_model import rotated_model
+from .rotated_source import RotatedSource
+from .run_result import RunResult
+from .stream import can_stream, stream_quantize
 from .worker import PassWorker
 
 OVERHEAD = 2.0  # attention, elementwise work and the solver, over the matrix products alone
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run did. relative_error: module -> output error over output energy (GPTQ only)."""
-
-    out: Path
-    recipe: Recipe
-    notes: list[str]
-    calibration: Text | None
-    dtype: str
-    resumed_layers: int
-    dropped_rows: int
-    relative_error: dict[str, float]
-    seconds: float
 
 
 def quantize_model(
@@ -62,11 +50,13 @@ def quantize_model(
     same arguments, and gives the same bytes. `say` is handed what the user should know before the
     long work begins. Raises UserError before any of it for what cannot be done.
     """
+    if can_stream(recipe):
+        return stream_quantize(folder, out, recipe, device, overwrite, restart, say)
     start = time.perf_counter()
     check_output(folder, out, overwrite)
     where = resolve_device(device)
     dtype = _forward_dtype(recipe, where, folder, out, restart)
-    model = LayeredModel(folder, dtype, where)
+    model, rotated = _open(folder, recipe, dtype, where)
     plan = make_plan(model, recipe)
     model.check_shards()
     recipe = settled_recipe(recipe, plan)
@@ -79,7 +69,7 @@ def quantize_model(
         notes.append(f"resuming after {journal.resumed} finished layers")
     for note in [*notes, *_estimate(model, plan, recipe, rows)]:
         say(note)
-    worker = PassWorker(model, plan, journal)
+    worker = PassWorker(model, plan, journal, recipe.transforms)
     steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
     with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
@@ -95,19 +85,33 @@ def quantize_model(
     if dropped:
         notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
     save_checkpoint(
-        folder, out, journal, steps,
+        model.shards, out, journal, steps,
         schemes={worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
         ignore=plan.untouched,
         report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
                 "dropped_rows": dropped, "linears": linears,
+                "transforms": {n: r["transforms"] for n, r in zip(steps, reports, strict=True)},
                 "calibration": text._replace(text="")._asdict() if text else None},
         version=version("lowbit"),
+        changed=rotated.changed if rotated else (),
+        config_changes=rotated.config_changes if rotated else None,
     )  # fmt: skip
     return RunResult(
         out, recipe, notes, text, _name(dtype), journal.resumed, dropped,
         {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
-        time.perf_counter() - start,
+        time.perf_counter() - start, worker.seconds,
     )  # fmt: skip
+
+
+def _open(
+    folder: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> tuple[LayeredModel, RotatedSource | None]:
+    """The model layer by layer, rotated where the recipe says so."""
+    rotate = next((t.rotate for t in recipe.transforms if t.method == "rotate"), None)
+    plain = open_model(folder, dtype, device)
+    if rotate is None:
+        return plain, None
+    return rotated_model(folder, rotate, dtype, device, open_source(folder), plain.config)
 
 
 def _forward_dtype(
@@ -118,7 +122,7 @@ def _forward_dtype(
     name = recipe.execution.dtype
     if begun is not None and name == "auto" and begun.get("dtype") in DTYPES:
         name = begun["dtype"]
-    shards = Shards(folder)
+    shards = open_source(folder)
     widest = max(shards.info.values(), key=lambda info: info.nbytes)
     shards.close()
     return resolve_dtype(name, device, widest.dtype)
@@ -146,10 +150,8 @@ def _calibration_rows(model: LayeredModel, recipe: Recipe) -> tuple[Tensor, Text
 
 def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[str, Any]:
     """Everything that the output's bytes depend on."""
-    files = sorted({info.file for info in model.shards.info.values()})
-    stats = {f: (model.folder / f).stat() for f in files}
     return {
-        "model": {f: {"bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats.items()},
+        "model": source_identity(model.shards),
         "config": json.loads((model.folder / "config.json").read_text(encoding="utf-8")),
         "recipe": recipe.to_dict(),
         "rows": None if rows is None else hashlib.sha256(rows.numpy().tobytes()).hexdigest(),

@@ -49,7 +49,7 @@ from .plan import Plan, PlannedLinear, plan_linears, settled_recipe
 from .quantized import Quantized, elements
 from .ranges import CHUNK_ELEMENTS as SEARCHED_TOGETHER
 from .ranges import QParams, ScaleStore, choose_qparams, scale_store
-from .recipe import Recipe
+from .recipe import Recipe, WeightPass
 from .run_result import RunResult
 from .spec import LayerScheme, QuantSpec, TensorWise
 
@@ -61,7 +61,10 @@ Say = Callable[[str], None]
 
 def can_stream(recipe: Recipe) -> bool:
     """Whether every pass looks at weights alone and static scales of activations are not needed."""
-    return all(p.method in METHODS and not _wants_inputs(p.layer_scheme) for p in recipe.passes)
+    return all(
+        isinstance(p, WeightPass) and p.method in METHODS and not _wants_inputs(p.layer_scheme)
+        for p in recipe.passes
+    )
 
 
 def stream_quantize(

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_loop import InputGroup
+from ..calib.layer_loop import InputGroup, InputHook, LayerCall, LayerTransform, LayerWorker
 from ..calib.model import LayeredModel
-from .checkpoint.compress import compress, decompress
+from .activations import fake_quantize_input, input_scale_of_peak
+from .checkpoint.compress import (
+    compress,
+    compress_input_scale,
+    decompress,
+    decompress_input_scale,
+)
 from .checkpoint.journal import Journal
+from .layer_weights import LayerWeights
 from .passes.gptq import factor_hessian, gptq_quantize
 from .passes.rtn import rtn_quantize
-from .plan import Plan
+from .plan import Plan, PlannedLinear
 from .quantized import Quantized
-from .spec import LayerScheme
+from .recipe import Transform
+from .spec import Channel, Group, LayerScheme
 
 
-class PassWorker:
-    """Quantizes the linears of a plan as the loop hands them over, layer by layer."""
+class PassWorker(LayerWorker):
+    """Quantizes the linears of a plan as the loop hands them over, layer by layer.
 
-    def __init__(self, model: LayeredModel, plan: Plan, journal: Journal) -> None:
+    `seconds`: pass -> layer -> seconds, of the layers that were worked on. Transforms read and
+    change `weights`, those of the layer at work, and leave what they did in `transform_report`.
+    """
+
+    def __init__(
+        self, model: LayeredModel, plan: Plan, journal: Journal, transforms: Sequence[Transform] = ()
+    ) -> None:
         self._model, self._plan, self._journal = model, plan, journal
         self._tensors: dict[str, Tensor] = {}
         self._report: dict[str, Any] = {}
+        self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
+        self._layer = ""
+        self.seconds: dict[str, dict[str, float]] = {}
+        self.transform_report: dict[str, Any] = {}
+        self.transforms = [_transform(t, plan, self) for t in transforms if t.method != "rotate"]
+        self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -34,32 +56,114 @@ class PassWorker:
     def wants(self, name: str) -> bool:
         return name in self._plan.linears
 
+    def begin(self, layer_name: str, layer: nn.Module) -> None:
+        self._layer = layer_name
+        self.weights = LayerWeights(self._model, layer_name, layer)
+
     def quantize(self, group: InputGroup) -> None:
         for members in _by_pass(group.linears, self._plan):
             method = self._plan.linears[members[0]].taken_by.method
-            (self._gptq if method == "gptq" else self._rtn)(members, group)
+            with self.timed(method):
+                run = {"gptq": self._gptq, "rtn": self._data_free, "hqq": self._data_free}[method]
+                run(members, group)
+
+    def quantize_layer(
+        self,
+        layer_name: str,
+        layer: nn.Module,
+        groups: list[InputGroup],
+        calls: list[LayerCall],
+    ) -> None:
+        raise NotImplementedError
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
-        report = {"linears": self._report, "dropped_rows": dropped}
+        quantized = {f"{name}.weight" for name in self._report}
+        for name, value in self.weights.changed.items():
+            if name not in quantized:
+                stored = self._model.tensor_name(name)
+                self._tensors[stored] = value.to(self.weights.stored_dtype(name))
+        report = {
+            "linears": self._report,
+            "transforms": self.transform_report,
+            "dropped_rows": dropped,
+        }
         self._journal.write(layer_name, self._tensors, report)
-        self._tensors, self._report = {}, {}
+        self._tensors, self._report, self._input_scales = {}, {}, {}
+        self.transform_report = {}
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
         if not self._journal.finished(layer_name):
             return False
+        self._input_scales = {}
         stored = self._journal.load(layer_name)
+        weights = LayerWeights(self._model, layer_name, layer)
         for name, module in layer.named_modules(prefix=layer_name):
             if isinstance(module, nn.Linear) and self.wants(name):
-                spec = self._plan.linears[name].scheme.weights
-                stored_name = self.stored_name(name)
-                _put(module, decompress(stored_name, stored, stored.__getitem__, spec))
+                scheme, stored_name = self._plan.linears[name].scheme, self.stored_name(name)
+                get = stored.__getitem__
+                q = decompress(stored_name, stored, get, scheme.weights)
+                weights.put(f"{name}.weight", q.dequantize())
+                activations = scheme.input_activations
+                self._input_scales[name] = (
+                    None
+                    if activations is None
+                    else decompress_input_scale(stored_name, stored, get, activations)
+                )
+        for name, _ in layer.named_parameters(prefix=layer_name):
+            if not self.wants(name.rpartition(".")[0]) or not name.endswith(".weight"):
+                changed = stored.get(self._model.tensor_name(name))
+                if changed is not None:
+                    weights.put(name, changed)
         return True
 
-    def _rtn(self, members: list[str], group: InputGroup) -> None:
-        for name in members:
-            weight, dtype = self._original(name)
-            quantized = rtn_quantize(weight, self._plan.linears[name].scheme.weights, dtype)
-            self._keep(name, group.linears[name], quantized, {"method": "rtn"})
+    @contextmanager
+    def quantized_inputs(self, layer_name: str, layer: nn.Module) -> Iterator[None]:
+        """Pre-hooks that round what quantized linears read, where their scheme says so."""
+
+        def rounds(name: str) -> InputHook:
+            spec = self._plan.linears[name].scheme.input_activations
+            assert spec is not None
+
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+                if name not in self._input_scales:  # not quantized yet
+                    return None
+                return fake_quantize_input(args[0], spec, self._input_scales[name]), *args[1:]
+
+            return hook
+
+        handles = [
+            module.register_forward_pre_hook(rounds(name))
+            for name, module in layer.named_modules(prefix=layer_name)
+            if self.wants(name) and self._plan.linears[name].scheme.input_activations
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds what runs within to the seconds of the pass `what` in the present layer."""
+        start = time.perf_counter()
+        yield
+        layers = self.seconds.setdefault(what, {})
+        layers[self._layer] = layers.get(self._layer, 0.0) + time.perf_counter() - start
+
+    def _data_free(self, members: list[str], group: InputGroup) -> None:
+        """Linears that share an input are quantized together: an NVFP4 scale of the tensor is
+        theirs in common."""
+        planned = self._plan.linears[members[0]]
+        taken_by, spec = planned.taken_by, planned.scheme.weights
+        stacked, heights, dtype = self._stacked(members)
+        if taken_by.method == "rtn":
+            quantized = rtn_quantize(stacked, spec, dtype, taken_by.rtn)
+        else:
+            from .passes.hqq import hqq_quantize
+
+            quantized = hqq_quantize(stacked, spec, dtype, taken_by.hqq)
+        for name, part in zip(members, split_rows(quantized, heights), strict=True):
+            self.keep(name, group, part, {"method": taken_by.method})
 
     def _gptq(self, members: list[str], group: InputGroup) -> None:
         """Linears that share an input share its factored Hessian; their rows are solved at once."""
@@ -68,19 +172,17 @@ class PassWorker:
         statistic = group.statistics["hessian"]
         hessian = statistic.mean()
         factor = factor_hessian(hessian, settings)
-        originals = [self._original(name) for name in members]
-        stacked = torch.cat([weight for weight, _ in originals])
-        result = gptq_quantize(stacked, factor, planned.scheme.weights, originals[0][1], settings)
+        stacked, heights, dtype = self._stacked(members)
+        result = gptq_quantize(stacked, factor, planned.scheme.weights, dtype, settings)
         energy = ((stacked @ hessian) * stacked).sum(1)
-        heights = [len(weight) for weight, _ in originals]
         parts = zip(
-            _split(result.quantized, heights),
+            split_rows(result.quantized, heights),
             result.error.split(heights),
             energy.split(heights),
             strict=True,
         )
         for name, (quantized, error, reference) in zip(members, parts, strict=True):
-            self._keep(name, group.linears[name], quantized, {
+            self.keep(name, group, quantized, {
                 "method": "gptq",
                 "relative_error": float(error.sum() / reference.sum().clamp_(min=1e-30)),
                 "dampening_frac": factor.dampening_frac,
@@ -88,42 +190,57 @@ class PassWorker:
                 "tokens": statistic.tokens,
             })  # fmt: skip
 
-    def _keep(
-        self, name: str, linear: nn.Linear, quantized: Quantized, report: dict[str, Any]
+    def keep(
+        self, name: str, group: InputGroup, quantized: Quantized, report: dict[str, Any]
     ) -> None:
-        scheme = self._plan.linears[name].scheme
-        self._tensors |= compress(self.stored_name(name), quantized, scheme)
+        """Note what is stored for the linear `name`, and put its values into the module."""
+        stored_name = self.stored_name(name)
+        self._tensors |= compress(stored_name, quantized, self._plan.linears[name].scheme)
         self._report[name] = report
-        _put(linear, quantized)
+        self._input_scales[name] = None
+        activations = self._plan.linears[name].scheme.input_activations
+        if activations is not None and "channel_range" in group.statistics:
+            peak = group.statistics["channel_range"].peak.amax()
+            scale = input_scale_of_peak(peak, activations, quantized.scale.dtype)
+            if scale is not None:
+                self._input_scales[name] = scale
+                self._tensors |= compress_input_scale(stored_name, activations, scale)
+        self.weights.put(f"{name}.weight", quantized.dequantize())
 
     def stored_name(self, name: str) -> str:
         """What the shards call the linear (some leave the base model's prefix out)."""
         return self._model.tensor_name(f"{name}.weight").removesuffix(".weight")
 
-    def _original(self, name: str) -> tuple[Tensor, torch.dtype]:
-        """The original weight in float32 (whatever the forward passes' dtype), its stored dtype."""
-        weight = self._model.shards.get(
-            self._model.tensor_name(f"{name}.weight"), self._model.device
-        )
-        return weight.float(), weight.dtype
+    def _stacked(self, members: list[str]) -> tuple[Tensor, list[int], torch.dtype]:
+        """The members' float32 weights in one, their heights, and the dtype that scales take."""
+        originals = [self.weights.get(f"{name}.weight") for name in members]
+        dtype = self.weights.stored_dtype(f"{members[0]}.weight")
+        return torch.cat(originals), [len(weight) for weight in originals], dtype
 
 
 def _by_pass(names: Iterable[str], plan: Plan) -> list[list[str]]:
-    """`names` split into those that one pass quantizes to one scheme."""
-    split: dict[tuple[int, LayerScheme], list[str]] = {}
+    """`names` split into those that one pass quantizes to one scheme, and that can be stacked."""
+    split: dict[tuple[int, LayerScheme, str], list[str]] = {}
     for name in names:
         planned = plan.linears[name]
-        split.setdefault((id(planned.taken_by), planned.scheme), []).append(name)
+        key = id(planned.taken_by), planned.scheme, "" if _stackable(planned) else name
+        split.setdefault(key, []).append(name)
     return list(split.values())
 
 
-def _split(q: Quantized, heights: list[int]) -> list[Quantized]:
+def _stackable(planned: PlannedLinear) -> bool:
+    """Whether rows of several linears may be quantized as those of one: no scale spans rows."""
+    return isinstance(planned.scheme.weights.granularity, Channel | Group)
+
+
+def split_rows(q: Quantized, heights: list[int]) -> list[Quantized]:
     """A stacked weight as its parts of `heights` rows."""
     zero_points = [None] * len(heights) if q.zero_point is None else q.zero_point.split(heights)
     parts = zip(q.codes.split(heights), q.scale.split(heights), zero_points, strict=True)
-    return [Quantized(codes, scale, zero_point, q.spec) for codes, scale, zero_point in parts]
+    return [q._replace(codes=codes, scale=scale, zero_point=zero) for codes, scale, zero in parts]
 
 
-def _put(linear: nn.Linear, q: Quantized) -> None:
-    """The values that are stored, in the linear's dtype, as its weight."""
-    linear.weight.data = q.dequantize(linear.weight.dtype)
+def _transform(transform: Transform, plan: Plan, worker: PassWorker) -> LayerTransform:
+    from .smoothing import make_transform
+
+    return make_transform(transform, plan, worker)

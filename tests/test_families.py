@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowbit.calib.layer_loop import InputGroup, Order, run_layers
+from lowbit.calib.layer_loop import InputGroup, LayerWorker, Order, run_layers
 from lowbit.calib.model import LayeredModel
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.journal import Journal
@@ -71,7 +71,7 @@ def token_rows(count: int = 5, seq_len: int = 24) -> Tensor:
     return torch.randint(0, VOCAB - 16, (count, seq_len), generator=generator)
 
 
-class Onlooker:
+class Onlooker(LayerWorker):
     """A worker that changes nothing and keeps what it is handed."""
 
     needs = frozenset({"hessian"})

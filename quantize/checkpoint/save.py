@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...calib.shards import INDEX, Shards
+from ...calib.shards import DTYPES, INDEX, TensorSource
 from ...kernels.errors import UserError
 from ..spec import LayerScheme
 from .ct_config import config_from_schemes
 from .journal import Journal
 from .load import read_config
-from .raw import RawTensor, fsync_folder, raw_tensors, write_shards, write_text
+from .raw import RawTensor, fsync_folder, raw_tensors, write_shards, write_tensors, write_text
 
 REPORT = "quantization_report.json"
 WEIGHT_SUFFIXES = (
@@ -46,7 +47,7 @@ def check_output(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def save_checkpoint(
-    source: Path,
+    source: TensorSource,
     out: Path,
     journal: Journal,
     layers: list[str],
@@ -54,19 +55,26 @@ def save_checkpoint(
     ignore: list[str],
     report: dict[str, Any],
     version: str,
+    changed: Collection[str] = (),
+    config_changes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the compressed-tensors checkpoint `out` from the original folder and the journal.
+    """Write the compressed-tensors checkpoint `out` from the original tensors and the journal.
 
-    layers: names of the decoder layers, all finished. schemes: quantized modules by the shards'
+    layers: names of the decoder layers, all finished. schemes: quantized modules by the source's
     names. ignore: linears left alone. report: what is kept beside the weights, no times in it.
-    Everything is made in a temporary folder that is renamed at the end.
+    changed: tensors that the source hands out otherwise than the folder has them. config_changes:
+    keys of config.json that differ. Everything is made in a temporary folder that is renamed at the
+    end.
     """
     folder = journal.folder / "assembled"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    write_shards(folder, _all_tensors(source, journal, layers, set(schemes)))
-    complete_checkpoint(source, folder, out, schemes, ignore, report, version)
+    made = journal.folder / "made.safetensors"
+    write_shards(folder, _all_tensors(source, journal, layers, set(schemes), set(changed), made))
+    complete_checkpoint(
+        source.folder, folder, out, schemes, ignore, report, version, config_changes
+    )
     journal.remove()
 
 
@@ -78,9 +86,10 @@ def complete_checkpoint(
     ignore: list[str],
     report: dict[str, Any],
     version: str,
+    config_changes: Mapping[str, Any] | None = None,
 ) -> None:
     """Put config, report and side files beside the shards in `folder`; rename it to `out`."""
-    config = read_config(source)
+    config = {**read_config(source), **(config_changes or {})}
     config["quantization_config"] = config_from_schemes(schemes, ignore, version)
     copy_side_files(source, folder)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -123,23 +132,46 @@ def _is_weights(name: str) -> bool:
 
 
 def _all_tensors(
-    source: Path, journal: Journal, layers: list[str], quantized: set[str]
+    source: TensorSource,
+    journal: Journal,
+    layers: list[str],
+    quantized: set[str],
+    changed: set[str],
+    made: Path,
 ) -> list[RawTensor]:
-    """Original tensors in their order, each quantized weight replaced by what stores it."""
-    stored: dict[str, list[RawTensor]] = {}
+    """The source's tensors in their order: each quantized weight replaced by what stores it, others
+    by what the journal has under their name. What the folder does not hold as it is handed out is
+    written to the file `made` first."""
+    stored: dict[str, RawTensor] = {}
+    of_module: dict[str, list[RawTensor]] = {}
     for layer in layers:
         for t in raw_tensors(journal.file(layer)):
-            stored.setdefault(t.name.rpartition(".")[0], []).append(t)
-    shards = Shards(source)
-    files = dict.fromkeys(info.file for info in shards.info.values())
-    shards.close()
-    tensors: list[RawTensor] = []
-    for file in files:
-        for t in raw_tensors(source / file):
-            module, _, leaf = t.name.rpartition(".")
-            if leaf == "weight" and module in quantized:
-                tensors += sorted(stored.pop(module), key=lambda t: t.name)
-            else:
-                tensors.append(t)
-    assert not stored, f"no original weight for {next(iter(stored), None)}"
-    return tensors
+            stored[t.name] = t
+            of_module.setdefault(t.name.rpartition(".")[0], []).append(t)
+    files = dict.fromkeys(info.file for info in source.info.values())
+    original = {t.name: t for f in files for t in raw_tensors(source.folder / f)}
+    tensors: list[RawTensor | str] = []  # a name: to be made
+    for name in source.names():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in quantized:
+            held = sorted(of_module.pop(module), key=lambda t: t.name)
+            tensors += held
+            for t in held:
+                del stored[t.name]
+        elif name in stored:
+            tensors.append(stored.pop(name))
+        elif name in original and name not in changed and _same(original[name], source, name):
+            tensors.append(original[name])
+        else:
+            tensors.append(name)
+    tensors += stored.values()  # of names that the source does not have
+    names = [t for t in tensors if isinstance(t, str)]
+    write_tensors(made, {n: source.get(n).to(source.info[n].dtype) for n in names})
+    source.close()
+    ready = {t.name: t for t in raw_tensors(made)}
+    return [ready[t] if isinstance(t, str) else t for t in tensors]
+
+
+def _same(t: RawTensor, source: TensorSource, name: str) -> bool:
+    info = source.info[name]
+    return (DTYPES[t.dtype], tuple(t.shape)) == (info.dtype, info.shape)
