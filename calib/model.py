@@ -36,6 +36,12 @@ class LayerCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
+    """Hidden states [rows, seq, hidden] after the layer."""
+    out = layer(call.hidden, **call.kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
 class LayeredModel:
     """`layers`: name -> decoder layer, in order; weights on meta unless loaded. `head`: the name of
     the output linear, None where it shares the embedding's weight.
