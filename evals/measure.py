@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..calib.text import Text, load_tokenizer, tokenize
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
+from ..quantize.kv_names import describe_kv
 from .divergence import DivergenceTally
 from .perplexity import NllTally, Scorer, log_probabilities
 from .report import Protocol, Report, Row, environment
@@ -60,12 +61,14 @@ def measure_models(
     dtype: str = "auto",
     device: str = "auto",
     speed: SpeedPlan | None = None,
+    kv: str = "auto",
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
 
-    The base's tokenizer is used for all (else the first model's). Progress goes to standard error.
-    Raises UserError for a model or text that cannot be measured.
+    The base's tokenizer is used for all (else the first model's). `kv`: a format of the KV cache
+    (quantize/kv_names.py) for all models but the base, "auto" for what each checkpoint says.
+    Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
     start = time.perf_counter()
     assert models and (base is None or base in models), (list(models), base)
@@ -76,11 +79,15 @@ def measure_models(
     ids = tokenize(text.text, tokenizer, windowing.tokens)
     windows = cut_windows(ids, windowing, tokenizer.bos_token_id)
     sizes = {name: size_report(folder) for name, folder in folders.items()}
-    scorers = {name: load_scorer(folder, dtype, where) for name, folder in folders.items()}
+    caches = {name: "auto" if name == base else kv for name in folders}
+    scorers = {
+        name: load_scorer(folder, dtype, where, caches[name]) for name, folder in folders.items()
+    }
+    stored = {name: describe_kv(s.kv.spec) for name, s in scorers.items() if s.kv is not None}
     used = str(scorers[first].dtype).removeprefix("torch.")
     nll, kld = _tally(scorers, windows, base)
     del scorers  # their memory is wanted by the processes that measure speed
-    speeds = _speeds(folders, speed, where)
+    speeds = _speeds(folders, speed, where, caches)
     rows = [
         Row(
             name,
@@ -89,6 +96,7 @@ def measure_models(
             kld[name].result() if name in kld else None,
             sizes[name],
             speeds.get(name),
+            stored.get(name),
         )
         for name, folder in folders.items()
     ]
@@ -131,11 +139,17 @@ def _tally(
 
 
 def _speeds(
-    folders: Mapping[str, Path], plan: SpeedPlan | None, device: torch.device
+    folders: Mapping[str, Path],
+    plan: SpeedPlan | None,
+    device: torch.device,
+    caches: Mapping[str, str],
 ) -> dict[str, DecodeSpeed]:
     """Of each model, on the same device and with as many threads as the rest."""
     if plan is None:
         return {}
     plan = replace(plan, threads=plan.threads or torch.get_num_threads())
     bar = tqdm(folders.items(), desc="timing", unit="model", disable=None)
-    return {name: decode_speed_apart(f, plan, str(device)) for name, f in bar}
+    return {
+        name: decode_speed_apart(folder, replace(plan, kv=caches[name]), str(device))
+        for name, folder in bar
+    }

@@ -76,6 +76,7 @@ class Row(NamedTuple):
     divergence: Divergence | None
     size: SizeReport
     speed: DecodeSpeed | None
+    kv: str | None = None  # how the KV cache is quantized
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ),
     ("weights file, MB", lambda r: _megabytes(r.size.file_bytes)),
     ("bits/weight, linears / whole", lambda r: _bits(r.size)),
+    ("KV cache", lambda r: r.kv or ""),
     (
         "decode, tokens/s",
         _of_speed(lambda s: f"{s.decode:.1f} ({s.decode_min:.1f}-{s.decode_max:.1f})"),

@@ -29,13 +29,15 @@ CHILD = (
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """`prompt`: token ids. `dtype`: the runtime's. `threads`: None leaves torch's."""
+    """`prompt`: token ids. `dtype`, `kv`: the runtime's, `kv` of its cache. `threads`: None leaves
+    torch's."""
 
     prompt: list[int]
     new_tokens: int = 64
     repeats: int = 3
     dtype: str = "auto"
     threads: int | None = None
+    kv: str = "auto"
 
     def __post_init__(self) -> None:
         if not self.prompt or self.new_tokens < 2 or self.repeats < 1:
@@ -74,7 +76,7 @@ def decode_speed(folder: str | Path, plan: SpeedPlan, device: str = "auto") -> D
 
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    llm = LLM(str(folder), device=device, dtype=plan.dtype)
+    llm = LLM(str(folder), device=device, dtype=plan.dtype, kv_cache_dtype=plan.kv)
 
     def run(tokens: int) -> Any:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

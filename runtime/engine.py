@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import UserError
-from .kv_cache import KVCache, batchable
+from ..quantize.checkpoint.kv_config import KVStorage
+from .kv_cache import KVCache, batchable, cache_keyword
 from .loader import LoadedModel
 from .request import Request
+from .rope import RopeProbe
 from .sampler import SamplingBatch, sample, sampling_batch, uniform
 
 
@@ -34,15 +36,18 @@ class EngineStats:
 
 
 class Engine:
-    """Runs requests on a loaded model. max_num_seqs: rows that decode together."""
+    """Runs requests on a loaded model. max_num_seqs: rows that decode together. kv: how the cache
+    is quantized (None: not at all)."""
 
-    def __init__(self, loaded: LoadedModel, max_num_seqs: int) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: LoadedModel, max_num_seqs: int, kv: KVStorage | None = None) -> None:
+        self.loaded, self.kv = loaded, kv
         self.stats = EngineStats()
         config = loaded.model.config
+        before_rope = kv is not None and kv.spec.key_before_rope
+        self._probe = RopeProbe(loaded.model) if before_rope else None
         self.max_num_seqs = max_num_seqs if batchable(config) else 1
         accepted = inspect.signature(loaded.model.forward).parameters
-        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._cache_name = cache_keyword(loaded.model)
         self._takes_positions = "position_ids" in accepted
         self._last_logits_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
@@ -53,7 +58,7 @@ class Engine:
             yield from self._run_wave(longest_first[i : i + self.max_num_seqs])
 
     def _run_wave(self, wave: list[Request]) -> Iterator[list[Request]]:
-        batch = _Batch(wave, self.loaded.model.config, self.loaded.device)
+        batch = _Batch(wave, self._cache(wave), self.loaded.device)
         self._sample(batch, torch.cat([self._prefill(batch, row) for row in range(len(wave))]))
         while True:
             yield batch.requests
@@ -63,6 +68,12 @@ class Engine:
             started = time.perf_counter()
             self._sample(batch, self._decode(batch))
             self._count_decode(batch.requests, time.perf_counter() - started)
+
+    def _cache(self, wave: list[Request]) -> KVCache:
+        """Room for the longest prompt and the longest output."""
+        prompt = max(len(r.prompt_token_ids) for r in wave)
+        columns = prompt + max(r.max_tokens for r in wave)
+        return KVCache(self.loaded.model.config, len(wave), columns, self.kv, self._probe)
 
     def _prefill(self, batch: _Batch, row: int) -> Tensor:
         """Logits [1, vocabulary] after the prompt of `row`, whose columns are now in the cache."""
@@ -124,14 +135,12 @@ class _Batch:
     of a row's prompt; None when all rows are full. positions int64 [B, 1] of the newest tokens.
     """
 
-    def __init__(self, wave: list[Request], config: Any, device: torch.device) -> None:
-        self.requests = wave
+    def __init__(self, wave: list[Request], cache: KVCache, device: torch.device) -> None:
+        self.requests, self.cache = wave, cache
         lengths = [len(r.prompt_token_ids) for r in wave]
         self.length = max(lengths)
-        columns = self.length + max(r.max_tokens for r in wave)
-        self.cache = KVCache(config, len(wave), columns)
         pads = torch.tensor([self.length - n for n in lengths], device=device)
-        column = torch.arange(columns, device=device)
+        column = torch.arange(cache.max_len, device=device)
         self.mask = (column >= pads[:, None]).long() if int(pads.max()) else None
         self.positions = torch.tensor(lengths, device=device)[:, None] - 1
         self.sampling = self._sampling_batch(device)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from ..kernels.errors import UserError
 from .engine import Engine, EngineStats
+from .kv_formats import resolve_kv
 from .linear import LinearReport
 from .loader import load
 from .request import Request, RequestOutput, SamplingParams
@@ -27,7 +28,9 @@ class LLM:
     path: an original Hugging Face folder or a compressed-tensors checkpoint. device, dtype: see
     runtime/placement.py for what "auto" means. max_num_seqs: requests that decode together.
     max_model_len: the longest prompt with its output (the model's own limit when None).
-    linear_kernel: run all packed linears on the kernel of this name.
+    linear_kernel: run all packed linears on the kernel of this name. kv_cache_dtype: a format of
+    the KV cache by name (quantize/kv_names.py), "model" for the model's dtype, "auto" for what the
+    checkpoint says, else the model's.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -42,6 +45,7 @@ class LLM:
         max_num_seqs: int = 16,
         max_model_len: int | None = None,
         linear_kernel: str | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         if max_num_seqs < 1:
             raise UserError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -52,7 +56,8 @@ class LLM:
         self.max_model_len = _context_length(self.model.config, max_model_len)
         self._linears = loaded.linears
         self._eos_token_ids = loaded.eos_token_ids
-        self._engine = Engine(loaded, max_num_seqs)
+        kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)
+        self._engine = Engine(loaded, max_num_seqs, kv)
 
     @property
     def stats(self) -> EngineStats:

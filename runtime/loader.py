@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
+from ..quantize.checkpoint.kv_config import KVStorage, read_kv_storage
 from ..quantize.checkpoint.load import Checkpoint
 from .fill import Filler
 from .linear import LinearReport
@@ -20,7 +21,8 @@ from .placement import resolve_dtype
 
 
 class LoadedModel(NamedTuple):
-    """A model ready to run. tokenizer: None when the folder has none."""
+    """A model ready to run. tokenizer: None when the folder has none. kv: how its checkpoint says
+    that the cache is quantized, None where it says nothing."""
 
     model: Any
     tokenizer: Any | None
@@ -28,6 +30,7 @@ class LoadedModel(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     linears: list[LinearReport]
+    kv: KVStorage | None
 
 
 def load(
@@ -51,10 +54,11 @@ def load(
     if resolved_dtype != stored:  # buffers may depend on it
         model = checkpoint.model_on_meta(config, resolved_dtype)
     linears = Filler(checkpoint, model).fill(resolved_device, resolved_dtype, linear_kernel)
+    kv = read_kv_storage(checkpoint.config, checkpoint.shards)
     checkpoint.shards.close()
     tokenizer = load_tokenizer(checkpoint.folder)
     eos = _eos_token_ids(checkpoint.folder, config)
-    return LoadedModel(model, tokenizer, eos, resolved_device, resolved_dtype, linears)
+    return LoadedModel(model, tokenizer, eos, resolved_device, resolved_dtype, linears, kv)
 
 
 def load_tokenizer(folder: Path) -> Any | None:

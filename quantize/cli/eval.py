@@ -34,6 +34,13 @@ def evaluate(
         str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Format of the model's KV cache: int8, fp8_dynamic, int4, k4v2, int4_hadamard, ..."
+            " (docs/methods.md), model: none, auto: as the checkpoint says."
+        ),
+    ] = "auto",
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time the runtime's decode, one request.")
     ] = False,
@@ -44,7 +51,8 @@ def evaluate(
 ) -> None:
     """Measure a model's perplexity and, with --base, its KL divergence from the original.
 
-    Every number comes with its protocol; docs/evals.md defines the words.
+    Every number comes with its protocol; docs/evals.md defines the words. With --kv and the same
+    --base, what the cache's format costs alone.
 
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
@@ -76,6 +84,7 @@ def evaluate(
         dtype=dtype,
         device=device,
         speed=SpeedPlan(prompt) if speed else None,
+        kv=kv,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
