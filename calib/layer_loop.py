@@ -197,7 +197,7 @@ def shared_inputs(
         return hook
 
     with _input_hooks({linears[n]: note(n) for n in linears}):
-        forward_layer(layer, _first_row(call))
+        forward_layer(layer, first_row(call))
     missed = [n for n in linears if n not in seen]
     if missed:
         raise UserError(
@@ -348,7 +348,7 @@ def _new_statistics(worker: Wants, x: Tensor) -> dict[str, Any]:
     return {need: STATISTICS[need](x.shape[-1], x.device) for need in sorted(worker.needs)}
 
 
-def _first_row(call: LayerCall) -> LayerCall:
+def first_row(call: LayerCall) -> LayerCall:
     """The call for its first row alone: tensors whose first dimension counts rows are cut."""
     rows = len(call.hidden)
 
