@@ -1,0 +1,163 @@
+"""The accuracy matrix as a table: each result beside its peers' and the bar that it has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .matrix_rows import PEER_ROWS, Bar, MatrixRow
+
+HEADINGS = (
+    "scheme", "method", "perplexity", "KLD", "top-1", "bits/weight", "wall, s", "peak, MB",
+    "best peer, KLD", "ratio", "bar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row on one model, as it is kept in its JSON file. tool: a peer's name, None for lowbit.
+
+    perplexity, kld (mean, nats) and its standard error, top1: by the protocol of the matrix. bits:
+    per quantized weight. seconds, cpu_seconds, peak_memory (bytes): of the whole command; None
+    where nothing was run. error: why there are no numbers.
+    """
+
+    key: str
+    family: str
+    method: str
+    tool: str | None = None
+    perplexity: float | None = None
+    original_perplexity: float | None = None
+    kld: float | None = None
+    kld_stderr: float | None = None
+    top1: float | None = None
+    bits: float | None = None
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    peak_memory: int | None = None
+    error: str | None = None
+
+
+class Verdict(NamedTuple):
+    """A number over its reference, and whether it keeps to the bar; None: there is no reference."""
+
+    ratio: float
+    limit: float
+    of: str
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= self.limit
+
+
+class BestPeer(NamedTuple):
+    """The peer with the lowest KL divergence of a family. recorded: not measured in this run."""
+
+    tool: str
+    kld: float
+    recorded: bool
+
+
+def best_peer(family: str, model: str, results: Mapping[str, Result]) -> BestPeer | None:
+    """Measured peers where there are any; else what was recorded for a model of this name."""
+    measured = [
+        BestPeer(r.tool, r.kld, False)
+        for r in results.values()
+        if r.tool is not None and r.family == family and r.kld is not None
+    ]
+    recorded = [
+        BestPeer(row.tool, row.recorded[model], True)
+        for row in PEER_ROWS
+        if row.family == family and model in row.recorded
+    ]
+    return min(measured or recorded, key=lambda peer: peer.kld, default=None)
+
+
+def verdict(
+    bar: Bar | None, result: Result, model: str, results: Mapping[str, Result]
+) -> Verdict | None:
+    """How the result stands against the bar; None without a bar, a number or a reference."""
+    if bar is None or result.kld is None or result.perplexity is None:
+        return None
+    value, reference = result.kld, None
+    if bar.of == "peers":
+        peer = best_peer(result.family, model, results)
+        reference = None if peer is None else peer.kld
+    elif bar.of == "nats":
+        reference = 1.0
+    elif bar.of == "original perplexity":
+        value, reference = result.perplexity, result.original_perplexity
+    elif bar.of in results:
+        reference = results[bar.of].kld
+    return None if not reference else Verdict(value / reference, bar.limit, bar.of)
+
+
+def table(rows: Sequence[MatrixRow], model: str, results: Mapping[str, Result]) -> list[list[str]]:
+    """The cells of HEADINGS, a line for each result: by family, peers after lowbit's rows."""
+    bars = {row.key: row.bar for row in rows}
+    families = list(dict.fromkeys([row.family for row in rows]))
+    ordered = [
+        result
+        for family in families
+        for result in [
+            *(results[row.key] for row in rows if row.family == family and row.key in results),
+            *(r for r in results.values() if r.tool is not None and r.family == family),
+        ]
+    ]
+    return [_cells(result, bars.get(result.key), model, results) for result in ordered]
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """HEADINGS and the lines as a Markdown table."""
+    rows = [HEADINGS, ["---"] * len(HEADINGS), *lines]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
+
+
+def rich_table(title: str, lines: Sequence[Sequence[str]]) -> Any:
+    """HEADINGS and the lines as a table for the terminal."""
+    from rich.table import Table
+
+    shown = Table(title=title)
+    for heading in HEADINGS:
+        shown.add_column(heading, justify="left" if heading in ("scheme", "method") else "right")
+    for line in lines:
+        missed = "missed" in line[-1]
+        shown.add_row(*line, style="red" if missed else None)
+    return shown
+
+
+def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Result]) -> list[str]:
+    method = result.method if result.tool is None else f"{result.method} ({result.tool})"
+    if result.error is not None:
+        return [result.family, method, "failed", *[""] * 8]
+    peer = best_peer(result.family, model, results) if result.tool is None else None
+    kld = _number(result.kld, ".5f")
+    return [
+        result.family,
+        method,
+        _number(result.perplexity, ".3f"),
+        kld if result.kld_stderr is None else f"{kld} ± {result.kld_stderr:.5f}",
+        _number(result.top1, ".2%"),
+        _number(result.bits, ".3f"),
+        _number(result.seconds, ".0f"),
+        "" if result.peak_memory is None else f"{result.peak_memory / 1e6:.0f}",
+        "" if peer is None else f"{peer.tool} {peer.kld:.4f}{'*' if peer.recorded else ''}",
+        "" if peer is None or result.kld is None else f"{result.kld / peer.kld:.2f}",
+        _bar_cell(bar, verdict(bar, result, model, results)),
+    ]
+
+
+def _bar_cell(bar: Bar | None, found: Verdict | None) -> str:
+    if bar is None:
+        return ""
+    if found is None:
+        return f"{bar.limit:g} of {bar.of}: open"
+    state = "passed" if found.passed else "missed"
+    return f"{found.ratio:.4g} <= {found.limit:g} of {found.of}: {state}".replace(
+        "<=", "<=" if found.passed else ">"
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

@@ -1,0 +1,212 @@
+"""Another quantizer on a model and on given token rows, by its own public interface.
+
+    PYTHON peers.py NAME MODEL ROWS.json OUT       PYTHON: of an environment that has that quantizer
+    PYTHON peers.py --list
+
+ROWS.json: the calibration rows, lists of token ids of one length. OUT: a folder that transformers
+loads, with its tokenizer. This file stands alone: it imports neither lowbit nor, before it is asked
+to, any of the quantizers, whose requirements clash. What a quantizer needs on a machine without an
+accelerator, or with two cores, is done here and marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Rows = list[list[int]]
+BATCH_SIZE = 8
+
+
+def llm_compressor(recipe: Callable[[], list[Any]]) -> Callable[[str, Rows, Path], None]:
+    """llm-compressor's `oneshot` in bfloat16, its output head left alone, on the rows in order."""
+
+    def run(model: str, rows: Rows, out: Path) -> None:
+        import torch
+        from datasets import Dataset
+        from llmcompressor import oneshot
+        from llmcompressor.pipelines.cache import IntermediatesCache
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if not torch.cuda.is_available():  # its cache pins host memory, which needs an accelerator
+            IntermediatesCache.pin_memory = lambda self, *args, **kwargs: None
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        masks = [[1] * len(row) for row in rows]
+        oneshot(
+            model=loaded,
+            dataset=Dataset.from_dict({"input_ids": rows, "attention_mask": masks}),
+            recipe=recipe(),
+            max_seq_length=len(rows[0]),
+            num_calibration_samples=len(rows),
+            batch_size=BATCH_SIZE,
+            shuffle_calibration_samples=False,
+        )
+        loaded.save_pretrained(out, save_compressed=True)
+        AutoTokenizer.from_pretrained(model).save_pretrained(out)
+
+    return run
+
+
+def _grouped(scheme: str, size: int) -> dict[str, Any]:
+    """A preset scheme of compressed-tensors for every linear, in groups of `size`."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    preset = preset_name_to_scheme(scheme, ["Linear"])
+    preset.weights.group_size = size
+    return {"config_groups": {"group_0": preset}, "ignore": ["lm_head"]}
+
+
+def _preset(scheme: str) -> dict[str, Any]:
+    return {"targets": "Linear", "scheme": scheme, "ignore": ["lm_head"]}
+
+
+def _gptq(**scheme: Any) -> list[Any]:
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    return [GPTQModifier(**scheme)]
+
+
+def _plain(**scheme: Any) -> list[Any]:
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    return [QuantizationModifier(**scheme)]
+
+
+def _awq(**scheme: Any) -> list[Any]:
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    return [AWQModifier(), *_plain(**scheme)]
+
+
+def _smoothquant(**scheme: Any) -> list[Any]:
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+
+    return [SmoothQuantModifier(smoothing_strength=0.8), *_gptq(**scheme)]
+
+
+def gptqmodel(bits: int, desc_act: bool) -> Callable[[str, Rows, Path], None]:
+    """GPTQModel's GPTQ in symmetric groups of 64 on the CPU, its result written as plain floats."""
+
+    def run(model: str, rows: Rows, out: Path) -> None:
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its pool fails where it counts one
+        from gptqmodel import GPTQModel
+        from gptqmodel.quantization.config import GPTQConfig
+
+        aware = {} if desc_act else {"act_group_aware": False}
+        config = GPTQConfig(
+            bits=bits, group_size=64, sym=True, desc_act=desc_act, device="cpu",
+            offload_to_disk=False, **aware,
+        )  # fmt: skip
+        loaded = GPTQModel.load(model, config)
+        batch = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
+        loaded.quantize(batch, batch_size=BATCH_SIZE)
+        loaded.save(out)
+        write_dense(out)
+
+    return run
+
+
+def auto_round(scheme: str, group_size: int, iters: int) -> Callable[[str, Rows, Path], None]:
+    """AutoRound, its rounded weights written as plain floats. iters=0: its rounding to nearest."""
+
+    def run(model: str, rows: Rows, out: Path) -> None:
+        import torch
+        from auto_round import AutoRound
+        from torch.utils.data import DataLoader
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        batches = DataLoader([{"input_ids": torch.tensor(row)} for row in rows], BATCH_SIZE)
+        quantizer = AutoRound(
+            loaded, tokenizer=tokenizer, scheme=scheme, group_size=group_size, iters=iters,
+            dataset=batches, nsamples=len(rows), seqlen=len(rows[0]), batch_size=BATCH_SIZE,
+            device_map="cpu",
+        )  # fmt: skip
+        quantizer.quantize_and_save(str(out), format="fake")
+        tokenizer.save_pretrained(out)
+
+    return run
+
+
+PEERS: dict[str, Callable[[str, Rows, Path], None]] = {
+    "llm-compressor/W4A16-g64/gptq": llm_compressor(lambda: _gptq(**_grouped("W4A16", 64))),
+    "llm-compressor/W4A16_ASYM-g64/awq": llm_compressor(lambda: _awq(**_grouped("W4A16_ASYM", 64))),
+    "llm-compressor/W8A8/smoothquant+gptq": llm_compressor(lambda: _smoothquant(**_preset("W8A8"))),
+    "llm-compressor/FP8_DYNAMIC/rtn": llm_compressor(lambda: _plain(**_preset("FP8_DYNAMIC"))),
+    "llm-compressor/NVFP4A16/rtn": llm_compressor(lambda: _plain(**_preset("NVFP4A16"))),
+    "gptqmodel/W4A16-g64/gptq": gptqmodel(4, desc_act=True),
+    "gptqmodel/W3A16-g64/gptq": gptqmodel(3, desc_act=True),
+    "auto-round/W4A16-g64/rtn": auto_round("W4A16", 64, iters=0),
+    "auto-round/W4A16-g64/signround": auto_round("W4A16", 64, iters=200),
+}
+
+
+def write_dense(folder: Path) -> None:
+    """Replace a GPTQ checkpoint by the values that it stands for, in its scales' dtype.
+
+    So it needs no package of its own to be measured. Stored per linear: qweight int32, codes of
+    `bits` along the input columns; qzeros int32, along the outputs and less one; scales [groups,
+    out]; g_idx [in], each column's group.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    bits = config.pop("quantization_config")["bits"]
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        for module in [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]:
+            parts = {
+                n: tensors.pop(f"{module}.{n}") for n in ("qweight", "qzeros", "scales", "g_idx")
+            }
+            tensors[f"{module}.weight"] = dense_weight(bits=bits, **parts)
+        save_file(tensors, shard, metadata={"format": "pt"})
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for left in (folder / "quantize_config.json", folder / "model.safetensors.index.json"):
+        left.unlink(missing_ok=True)
+
+
+def dense_weight(qweight: Any, qzeros: Any, scales: Any, g_idx: Any, bits: int) -> Any:
+    """The weight [out, in] of one GPTQ linear: see `write_dense`."""
+    group = g_idx.long()
+    codes = unpack(qweight.T, bits)[:, : len(group)].T  # [in, out]
+    zeros = unpack(qzeros, bits)[:, : scales.shape[1]] + 1  # [groups, out]
+    return ((codes - zeros[group]) * scales[group]).T.to(scales.dtype).contiguous()
+
+
+def unpack(words: Any, bits: int) -> Any:
+    """int32 [n, words] as the unsigned codes in it, int64 [n, words * 32 // bits]: a dense stream,
+    lowest bits first."""
+    import torch
+
+    stream = (words.long()[..., None] >> torch.arange(32)) & 1
+    stream = stream.reshape(len(words), -1)
+    whole = stream.shape[1] // bits * bits
+    return (stream[:, :whole].reshape(len(words), -1, bits) << torch.arange(bits)).sum(-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("name", nargs="?", choices=PEERS)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("rows", nargs="?", type=Path)
+    parser.add_argument("out", nargs="?", type=Path)
+    args = parser.parse_args()
+    if args.list:
+        sys.stdout.write("\n".join(PEERS) + "\n")
+        return
+    if args.out is None:
+        parser.error("give NAME MODEL ROWS.json OUT")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    PEERS[args.name](args.model, json.loads(args.rows.read_text(encoding="utf-8")), args.out)
+
+
+if __name__ == "__main__":
+    main()
