@@ -14,27 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..calib.expert_shards import fuse_experts
-from ..calib.experts import split_experts
+from ..calib.experts import split_experts, split_modules
 from ..calib.model import build_on_meta, load_config
 from ..calib.shards import Shards
 from ..kernels.errors import UserError
 from ..kernels.names import names_in_model
 from ..quantize.activations import activation_format, fake_quantize_input
 from ..quantize.checkpoint.ct_config import quantizes_outputs, schemes_from_config
+from ..quantize.checkpoint.kv_config import KVStorage, read_kv_storage, scale_names
 from ..quantize.checkpoint.load import Checkpoint, read_config
 from ..quantize.spec import QuantSpec
+from ..runtime.kv_formats import resolve_kv
+from .kv_fake import FakeQuantizedKV
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TransformersScorer:
-    """Token ids int64 [1, T] to logits [T, V] of a transformers causal LM, without a cache."""
+    """Token ids int64 [1, T] to logits [T, V] of a transformers causal LM.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    kv: how the cache is quantized that attention reads from; None: there is no cache.
+    """
+
+    def __init__(self, model: Any, kv: KVStorage | None = None) -> None:
+        self.model, self.kv = model, kv
+        self._fake = None if kv is None else FakeQuantizedKV(model, kv)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,21 +56,35 @@ class TransformersScorer:
                 f"the tokenizer gives id {int(ids.max())}, but the model has {vocabulary} "
                 "embeddings: the tokenizer is another model's"
             )
-        return self.model(input_ids=ids, use_cache=False).logits[0]
+        arguments = {"use_cache": False} if self._fake is None else self._fake.arguments()
+        return self.model(input_ids=ids, **arguments).logits[0]
 
 
 def load_scorer(
-    folder: str | Path, dtype: str = "auto", device: torch.device | str = "cpu"
+    folder: str | Path,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    kv: str = "auto",
 ) -> TransformersScorer:
     """The model of a folder, ready to be measured.
 
-    `dtype`: of weights and computation; "auto" is float32 on a CPU, else the model's own. Raises
+    `dtype`: of weights and computation; "auto" is float32 on a CPU, else the model's own. `kv`: a
+    format of the KV cache by name, "auto" for what the checkpoint says, "model" for none. Raises
     UserError when the folder is no causal LM, is damaged, or needs a package that is missing.
     """
     folder, device = Path(folder), torch.device(device)
     torch_dtype = measuring_dtype(dtype, device, folder)
     load = _load_dequantized if is_computed_here(folder) else _load_by_transformers
-    return TransformersScorer(load(folder, torch_dtype).to(device).eval())
+    model = load(folder, torch_dtype).to(device).eval()
+    return TransformersScorer(model, resolve_kv(kv, _stored_kv(folder), model.config))
+
+
+def _stored_kv(folder: Path) -> KVStorage | None:
+    shards = Shards(folder)
+    try:
+        return read_kv_storage(read_config(folder), shards)
+    finally:
+        shards.close()
 
 
 def measuring_dtype(name: str, device: torch.device, folder: Path) -> torch.dtype:
@@ -87,7 +108,7 @@ def is_computed_here(folder: Path) -> bool:
     quantization = read_config(folder).get("quantization_config") or {}
     if quantization.get("quant_method") != "compressed-tensors":
         return False
-    if quantization.get("kv_cache_scheme") or quantizes_outputs(quantization):
+    if quantizes_outputs(quantization):
         return False
     for _, scheme in schemes_from_config(quantization, folder):
         try:
@@ -107,17 +128,56 @@ def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
         for name in checkpoint.shards.names()
         if name.rpartition(".")[0] not in checkpoint.schemes or name.endswith(".bias")
     }
+    for name in scale_names(weights):  # the cache's
+        del weights[name]
     for module in checkpoint.schemes:
         weights[f"{module}.weight"] = checkpoint.dense_weight(module, dtype)
     model = build_on_meta(folder, config, dtype)
     split_experts(model)
-    weights = fuse_experts(model, weights)
-    return _complete(
+    fused = fuse_experts(model, weights)
+    loaded = _complete(
         folder,
         lambda: type(model).from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=fused, dtype=dtype, output_loading_info=True
         ),
     )
+    _quantize_inputs(loaded, checkpoint, weights)
+    return loaded
+
+
+def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tensor]) -> None:
+    """Let the linears of `model` whose scheme asks for it see fake-quantized inputs.
+
+    weights: stored name -> value. Experts are taken apart, so that each of their linears is one.
+    """
+    schemes = checkpoint.schemes.items()
+    quantizing = {m: s.input_activations for m, s in schemes if s.input_activations is not None}
+    if not quantizing:
+        return
+    split_experts(model)
+    stored = {name: stored for stored, name in names_in_model(model, weights).items()}
+    for path, experts in split_modules(model).items():
+        for name, parameter in list(experts.named_parameters(prefix=path)):
+            module, _, leaf = name.rpartition(".")
+            value = weights[stored[name]].to(parameter.dtype)
+            setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=False))
+    names = names_in_model(model, [f"{module}.weight" for module in quantizing])
+    for module, spec in quantizing.items():
+        linear = model.get_submodule(names[f"{module}.weight"].removesuffix(".weight"))
+        linear.register_forward_pre_hook(_input_quantizer(spec, checkpoint.input_scale(module)))
+
+
+def _input_quantizer(
+    spec: QuantSpec, scale: Tensor | None
+) -> Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A forward pre-hook that puts in place of the input what its quantized form is worth."""
+
+    def quantize(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *others = inputs
+        given = None if scale is None else scale.to(x.device)
+        return fake_quantize_input(x, spec, given), *others
+
+    return quantize
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
@@ -131,9 +191,14 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
     elif not AutoHfQuantizer.supports_quant_method(quantization):  # it would load codes as weights
         method = quantization.get("quant_method")
         raise UserError(f"{folder} is quantized with '{method}', which transformers does not read")
+    config = load_config(folder)
+    if quantization:
+        config.quantization_config.pop("kv_cache_scheme", None)  # the scorer quantizes the cache
     return _complete(
         folder,
-        lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True),
+        lambda: AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, output_loading_info=True
+        ),
     )
 
 

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from ..calib.shards import Shards, TensorInfo
+from ..calib.shards import Shards
 from ..kernels.errors import UserError
 from ..quantize.checkpoint.load import Checkpoint, read_config
 
@@ -68,9 +68,11 @@ def _stands_for_weight(name: str, checkpoint: Checkpoint) -> bool:
 
 def _weights_of(module: str, checkpoint: Checkpoint) -> int:
     tensors = checkpoint.shards.info
-    plain: TensorInfo | None = tensors.get(f"{module}.weight")
+    plain, packed = tensors.get(f"{module}.weight"), tensors.get(f"{module}.weight_packed")
     if plain is not None:
         return math.prod(plain.shape)
+    if packed is not None and checkpoint.schemes[module].weights.type == "float":
+        return 2 * math.prod(packed.shape)  # two of 4 bits to a byte
     if f"{module}.weight_shape" not in tensors:
         raise UserError(f"'{module}' has neither a weight nor a weight_shape: damaged checkpoint")
     return math.prod(int(n) for n in checkpoint.shards.get(f"{module}.weight_shape").tolist())

@@ -36,6 +36,11 @@ class ActivationFormat(NamedTuple):
     static: bool = False
     scale_dtype: torch.dtype = torch.float32
 
+    def __str__(self) -> str:
+        """Such as "int8 a token" or "float4 in groups of 16"."""
+        share = "a token" if self.group_size is None else f"in groups of {self.group_size}"
+        return f"{self.elements.name} {'with a static scale' if self.static else share}"
+
     @property
     def takes_scale(self) -> bool:
         """Whether a scale is given beside the input."""

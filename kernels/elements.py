@@ -21,8 +21,12 @@ E8M0_BIAS = 127  # of the 8-bit exponents that MX scales are
 
 @dataclass(frozen=True)
 class Elements:
-    """What a format's codes are. lowest, highest: the ends of its range. dtype: what keeps them."""
+    """What a format's codes are, such as "int4" or "float8" by `name`.
 
+    lowest, highest: the ends of its range. dtype: what keeps them.
+    """
+
+    name: str
     lowest: float
     highest: float
     dtype: torch.dtype
@@ -60,11 +64,11 @@ class E2M1Elements(Elements):
 def int_elements(num_bits: int) -> Elements:
     """Signed codes of `num_bits`: -2^(b-1) to 2^(b-1) - 1."""
     half = 1 << (num_bits - 1)
-    return IntElements(-half, half - 1, torch.int8)
+    return IntElements(f"int{num_bits}", -half, half - 1, torch.int8)
 
 
-E4M3 = E4M3Elements(-E4M3_MAX, E4M3_MAX, torch.float8_e4m3fn)
-E2M1 = E2M1Elements(-E2M1_MAX, E2M1_MAX, torch.float8_e4m3fn)
+E4M3 = E4M3Elements("float8", -E4M3_MAX, E4M3_MAX, torch.float8_e4m3fn)
+E2M1 = E2M1Elements("float4", -E2M1_MAX, E2M1_MAX, torch.float8_e4m3fn)
 
 
 def mx_exponents(peak: Tensor, elements: Elements) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .linear_ops import LinearKernel, LinearProblem
+from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -21,12 +21,16 @@ GROUP_SIZES = (32, 64, 128, 256)
 def _decline(problem: LinearProblem) -> str | None:
     if problem.device != "cpu":
         return f"runs on cpu, not {problem.device}"
+    if problem.kind != "int":
+        return "holds whole numbers, not floats"
     if problem.num_bits != 4:
         return f"holds 4-bit codes, not {problem.num_bits}-bit"
     if problem.dtype != torch.bfloat16:
         return f"computes in bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if problem.group_size not in GROUP_SIZES:
         return f"group_size must be one of {GROUP_SIZES}, not {problem.group_size}"
+    if problem.in_features % problem.group_size:
+        return f"takes whole groups, not {problem.in_features} columns in {problem.group_size}s"
     if problem.out_features % 16:
         return f"out_features must be a multiple of 16, not {problem.out_features}"
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -34,12 +38,10 @@ def _decline(problem: LinearProblem) -> str | None:
     return None
 
 
-def _pack(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, problem: LinearProblem
-) -> tuple[Tensor, ...]:
-    unsigned = codes.to(torch.int32) + 8
+def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:
+    unsigned = operands.codes.to(torch.int32) + 8
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned.contiguous(), 1)
-    scale = scale.float()
+    scale, zero_point = operands.float_scale(), operands.zero_point
     zero = torch.zeros_like(scale) if zero_point is None else -zero_point.float() * scale
     scale_and_zero = torch.stack([scale.T, zero.T], dim=-1).to(torch.bfloat16).contiguous()
     return packed, scale_and_zero

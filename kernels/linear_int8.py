@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .affine import dequantize_affine
-from .linear_ops import LinearKernel, LinearProblem
+from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 
 MAX_ROWS = 64
 
@@ -23,6 +23,8 @@ MAX_ROWS = 64
 def _decline(problem: LinearProblem) -> str | None:
     if problem.device != "cpu":
         return f"runs on cpu, not {problem.device}"
+    if problem.kind != "int":
+        return "holds whole numbers, not floats"
     if problem.num_bits != 8:
         return f"holds 8-bit codes, not {problem.num_bits}-bit"
     if problem.dtype != torch.bfloat16:
@@ -36,11 +38,9 @@ def _decline(problem: LinearProblem) -> str | None:
     return None
 
 
-def _pack(
-    codes: Tensor, scale: Tensor, zero_point: Tensor | None, problem: LinearProblem
-) -> tuple[Tensor, ...]:
-    assert zero_point is None
-    return codes.contiguous(), scale.reshape(-1).to(problem.dtype)
+def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:
+    assert operands.zero_point is None
+    return operands.codes.contiguous(), operands.scale.reshape(-1).to(problem.dtype)
 
 
 def _run(

@@ -18,12 +18,15 @@ from tqdm import tqdm
 from ..kernels.errors import UserError
 from ..kernels.linear_ops import LinearProblem
 from ..kernels.names import merges_on_loading, names_in_model
+from ..quantize.checkpoint.ct_config import quantizes_outputs
+from ..quantize.checkpoint.kv_config import scale_names
 from ..quantize.checkpoint.load import Checkpoint
 from ..quantize.spec import LayerScheme
 from .linear import LinearReport, PackedLinear, linear_problem
 
 QUANTIZED_SUFFIXES = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
+    "weight_global_scale", "input_scale", "input_global_scale",
 )  # fmt: skip
 OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
 """Buffers that older checkpoints hold and models compute by themselves now."""
@@ -38,18 +41,16 @@ class Filler:
         names = names_in_model(model, checkpoint.shards.names())
         self._stored = {name: stored for stored, name in names.items()}
         self._unused = set(checkpoint.shards.names())
+        self._unused.difference_update(scale_names(self._unused))  # the cache's: loader.py
 
     def problems(self, device: torch.device) -> Iterable[LinearProblem]:
         """The kernel question of every quantized linear, for float32 activations."""
+        if quantizes_outputs(self.checkpoint.config.get("quantization_config") or {}):
+            raise UserError(f"{self.folder} quantizes output activations, which is not run")
         for module, _, scheme in self._quantized():
-            if scheme.input_activations is not None:
-                raise UserError(
-                    f"{module} quantizes its input activations, which is not run yet; use a "
-                    "checkpoint with quantized weights only (W4A16, W8A16, ...)"
-                )
             linear = self._linear(module)
             shape = (linear.out_features, linear.in_features)
-            yield linear_problem(module, scheme.weights, shape, torch.float32, device)
+            yield linear_problem(module, scheme, shape, torch.float32, device)
 
     def fill(
         self, device: torch.device, dtype: torch.dtype, kernel: str | None
@@ -96,7 +97,12 @@ class Filler:
         linear = self._linear(module)
         quantized = self.checkpoint.quantized(stored, device)
         self._check_shape(f"{module}.weight", quantized.codes, linear.weight)
-        packed = PackedLinear(module, quantized, linear.bias, dtype, device, kernel)
+        scheme, input_scale = self.checkpoint.schemes[stored], self.checkpoint.input_scale(stored)
+        if input_scale is not None:
+            input_scale = input_scale.to(device, copy=True)  # off the file map
+        packed = PackedLinear(
+            module, quantized, scheme, linear.bias, dtype, device, kernel, input_scale
+        )
         parent, _, leaf = module.rpartition(".")
         setattr(self.model.get_submodule(parent), leaf, packed)
         self._unused.difference_update(f"{stored}.{suffix}" for suffix in QUANTIZED_SUFFIXES)

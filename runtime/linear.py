@@ -7,59 +7,71 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.activations import fake_quantize_activation
 from ..kernels.errors import UserError
-from ..kernels.linear_ops import LinearProblem, choose_linear
+from ..kernels.linear_ops import LinearOperands, LinearProblem, choose_linear
+from ..quantize.activations import activation_format
 from ..quantize.quantized import Quantized
-from ..quantize.spec import Channel, Group, QuantSpec, TensorWise
+from ..quantize.spec import Block, Channel, Group, LayerScheme, TensorWise
 
 
 class LinearReport(NamedTuple):
-    """Which kernel runs a packed linear, and why those before it in the table do not."""
+    """Which kernel runs a packed linear, and why those before it in the table do not.
+
+    note: what the user should know of the kernel, "" for nothing.
+    """
 
     module: str
     kernel: str
     problem: LinearProblem
     declined: dict[str, str]
     nbytes: int
+    note: str = ""
 
 
 class PackedLinear(nn.Module):
-    """y = x @ W.T + bias, W in a kernel's own packed layout. x [..., in] in the problem's dtype."""
+    """y = x @ W.T + bias, W in a kernel's own layout, x [..., in] in the problem's dtype.
+
+    Where the scheme quantizes input activations, x is quantized first.
+    """
 
     def __init__(
         self,
         module: str,
         quantized: Quantized,
+        scheme: LayerScheme,
         bias: nn.Parameter | None,
         dtype: torch.dtype,
         device: torch.device,
         kernel: str | None = None,
+        input_scale: Tensor | None = None,
     ) -> None:
         """Pack `quantized` for the first kernel that accepts it, or for the one named `kernel`.
 
         `bias` is the parameter of the linear that this one replaces; it may still be on meta.
-        Raises UserError when the shapes do not fit the spec, and when `kernel` cannot run it.
+        input_scale: [1], where the scheme stores one. Raises UserError when the shapes do not fit
+        the scheme, and when `kernel` cannot run it.
         """
         super().__init__()
-        codes, spec = quantized.codes, quantized.spec
-        problem = linear_problem(module, spec, tuple(codes.shape), dtype, device)
+        shape = tuple(quantized.codes.shape)
+        problem = linear_problem(module, scheme, shape, dtype, device)
         self.in_features, self.out_features = problem.in_features, problem.out_features
-        scale = _per_group(module, "weight_scale", quantized.scale, problem)
-        zero_point = None
-        if not spec.symmetric:
-            if quantized.zero_point is None:
-                raise UserError(f"{module} is asymmetric but has no weight_zero_point")
-            zero_point = _per_group(module, "weight_zero_point", quantized.zero_point, problem)
         chosen = choose_linear(problem, kernel)
-        self.problem = problem
-        self.tensors = chosen.candidate.pack(codes, scale, zero_point, problem)
+        self.problem, self._kernel = problem, chosen.candidate
+        self._input_scale = None if input_scale is None else input_scale.float()
+        operands = _operands(module, quantized, problem, self._input_scale)
+        self.tensors = self._kernel.pack(operands, problem)
         self.bias = bias
-        self._run = chosen.candidate.run
         nbytes = sum(t.nbytes for t in self.tensors)
-        self.report = LinearReport(module, chosen.candidate.name, problem, chosen.declined, nbytes)
+        self.report = LinearReport(
+            module, self._kernel.name, problem, chosen.declined, nbytes, self._kernel.note
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._run(x, self.tensors, self.bias, self.problem)
+        activation = self.problem.activation
+        if activation is not None and not self._kernel.quantizes_input:
+            x = fake_quantize_activation(x, activation, self._input_scale)
+        return self._kernel.run(x, self.tensors, self.bias, self.problem)
 
     def extra_repr(self) -> str:
         return f"{self.report.kernel}, {self.problem}"
@@ -67,40 +79,63 @@ class PackedLinear(nn.Module):
 
 def linear_problem(
     module: str,
-    spec: QuantSpec,
+    scheme: LayerScheme,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> LinearProblem:
-    """The kernel question that a weight of `shape` [out, in] stored as `spec` asks."""
+    """The kernel question that a weight of `shape` [out, in] stored as `scheme` asks."""
     out_features, in_features = shape
-    if spec.type != "int":
-        raise UserError(f"{module} is stored as {spec.type}{spec.num_bits}, which is not run yet")
+    spec = scheme.weights
     match spec.granularity:
         case Group(size):
             group_size = size
         case Channel() | TensorWise():
             group_size = in_features
+        case Block(_, columns):
+            group_size = columns
         case other:
-            raise UserError(f"{module} has scales for each {other}, which is not run yet")
-    if in_features % group_size:
+            raise UserError(f"{module} has weight scales for each {other}, which is not run")
+    if in_features % group_size and spec.block is None:
         raise UserError(
             f"{module} has groups of {group_size} columns, which do not divide its {in_features}"
         )
+    inputs = scheme.input_activations
+    try:
+        activation = None if inputs is None else activation_format(inputs)
+    except UserError as e:
+        raise UserError(f"{module}: {e}") from e
     return LinearProblem(
-        spec.num_bits, group_size, spec.symmetric, in_features, out_features, dtype, device.type
-    )
+        spec.num_bits, group_size, spec.symmetric, in_features, out_features, dtype, device.type,
+        spec.type, activation,
+    )  # fmt: skip
 
 
-def _per_group(module: str, name: str, qparam: Tensor, problem: LinearProblem) -> Tensor:
-    """`qparam` as [out, groups]; UserError when it is neither that nor one number for all."""
-    expected = (problem.out_features, problem.in_features // problem.group_size)
-    if qparam.numel() == 1:
-        return qparam.reshape(1, 1).expand(expected).contiguous()
-    if tuple(qparam.shape) != expected:
-        raise UserError(
-            f"{module}.{name} has shape {tuple(qparam.shape)}, but a weight of "
-            f"{problem.out_features} x {problem.in_features} in groups of {problem.group_size} "
-            f"needs {expected}: the checkpoint is damaged"
-        )
-    return qparam
+def _operands(
+    module: str, q: Quantized, problem: LinearProblem, input_scale: Tensor | None
+) -> LinearOperands:
+    """What `q` gives a kernel, scales and zero-points as [out, groups]."""
+    if not problem.symmetric and q.zero_point is None:
+        raise UserError(f"{module} is asymmetric but has no weight_zero_point")
+    groups = -(-problem.in_features // problem.group_size)
+
+    def by_rows(name: str, qparam: Tensor | None) -> Tensor | None:
+        if qparam is None:
+            return None
+        if q.spec.block is not None:
+            qparam = qparam.repeat_interleave(q.spec.block[0], dim=0)[: problem.out_features]
+        if qparam.numel() == 1:
+            return qparam.reshape(1, 1).expand(problem.out_features, groups).contiguous()
+        if tuple(qparam.shape) != (problem.out_features, groups):
+            raise UserError(
+                f"{module}.{name} has shape {tuple(qparam.shape)}, but a weight of "
+                f"{problem.out_features} x {problem.in_features} in groups of "
+                f"{problem.group_size} needs {(problem.out_features, groups)}: the checkpoint is "
+                "damaged"
+            )
+        return qparam
+
+    scale = by_rows("weight_scale", q.scale)
+    assert scale is not None
+    zero_point = None if problem.symmetric else by_rows("weight_zero_point", q.zero_point)
+    return LinearOperands(q.codes, scale, zero_point, q.global_scale, input_scale)

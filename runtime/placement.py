@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from ..kernels.errors import UserError
+from ..kernels.linear_dense import DENSE
 from ..kernels.linear_dequant import DEQUANT
 from ..kernels.linear_ops import LinearProblem, choose_linear
 
@@ -35,7 +36,7 @@ def resolve_dtype(
     if device.type != "cpu":
         return stored
     as_bfloat16 = {p._replace(dtype=torch.bfloat16) for p in problems}
-    if any(choose_linear(p).candidate is not DEQUANT for p in as_bfloat16):
+    if any(choose_linear(p).candidate not in (DENSE, DEQUANT) for p in as_bfloat16):
         return torch.bfloat16
     if stored != torch.float32 and torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16

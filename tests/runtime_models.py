@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from lowbit.kernels.affine import code_range, quantize_affine
-from lowbit.quantize.checkpoint.compress import compress
+from lowbit.quantize.activations import input_scale_of_peak
+from lowbit.quantize.checkpoint.compress import compress, compress_input_scale
 from lowbit.quantize.checkpoint.ct_config import config_from_schemes
 from lowbit.quantize.checkpoint.load import Checkpoint
+from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.quantized import Quantized
 from lowbit.quantize.spec import LayerScheme, scheme_from_name
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,7 @@ from transformers import (
 )
 
 BOS, EOS, PAD, VOCAB = 256, 257, 258, 272
+INPUT_PEAK = 4.0
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 _SPECIAL = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -97,6 +100,8 @@ def save_tiny(folder: Path, config: Any, seed: int = 0, tokenizer: bool = True) 
 def round_to_nearest(w: Tensor, scheme: LayerScheme) -> Quantized:
     """The weight [out, in] on the grid between each group's smallest and largest value."""
     spec = scheme.weights
+    if spec.type == "float":
+        return rtn_quantize(w, spec, torch.float32)
     qmin, qmax = code_range(spec.num_bits)
     groups = w.view(w.shape[0], spec.groups(w.shape[1]), -1)
     zero_point = None
@@ -118,7 +123,8 @@ def quantize_folder(
 ) -> Path:
     """A compressed-tensors checkpoint of `source`, round to nearest, output head left alone.
 
-    mixed: schemes for the modules whose names end so.
+    mixed: schemes for the modules whose names end so. Where inputs have a stored scale, it is made
+    for a largest magnitude of INPUT_PEAK.
     """
     shutil.copytree(source, out)
     tensors = load_file(source / "model.safetensors")
@@ -129,10 +135,14 @@ def quantize_folder(
         if not isinstance(module, nn.Linear) or module is model.get_output_embeddings():
             continue
         chosen = next((s for end, s in (mixed or {}).items() if name.endswith(end)), scheme)
-        size = None if chosen == "W8A16" else group_size
-        schemes[name] = scheme_from_name(chosen, size)
+        grouped = chosen.startswith("W") and chosen[:3] != "W8A"
+        scheme_here = scheme_from_name(chosen, group_size if grouped else None)
         weight = tensors.pop(f"{name}.weight")
-        tensors |= compress(name, round_to_nearest(weight, schemes[name]), schemes[name])
+        tensors |= compress(name, round_to_nearest(weight, scheme_here), scheme_here)
+        inputs = scheme_here.input_activations
+        if inputs and (scale := input_scale_of_peak(torch.tensor(INPUT_PEAK), inputs)) is not None:
+            tensors |= compress_input_scale(name, inputs, scale)
+        schemes[name] = scheme_here
     config["quantization_config"] = config_from_schemes(schemes, ["lm_head", "embed_out"], "0")
     (out / "config.json").write_text(json.dumps(config))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -25,6 +25,7 @@ from lowbit.evals.speed import SpeedPlan, decode_speed_apart
 from lowbit.evals.windows import Windowing, cut_windows
 from lowbit.kernels.errors import UserError
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 MATRICES = 5 * (
     64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 172
@@ -108,24 +109,48 @@ def test_more_bits_diverge_less(
     assert 0 < klds[0] < klds[1] < klds[2]
 
 
+def with_group(folder: Path, to: Path, **changes: object) -> Path:
+    """A copy of a checkpoint with `changes` in its first config group."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    next(iter(config["quantization_config"]["config_groups"].values())).update(changes)
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
 def test_activations_that_are_quantized_are_not_ignored(
-    quantized: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantized: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Dequantized weights alone would measure a better model than the checkpoint is."""
-    folder = shutil.copytree(quantized("W8A16", -1), tmp_path / "w8a8")
-    config = json.loads((folder / "config.json").read_text())
-    group = next(iter(config["quantization_config"]["config_groups"].values()))
-    group["input_activations"] = {
-        "num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     pytest.importorskip("compressed_tensors", reason="the package that quantizes activations")
+    folder = with_group(quantized("W8A16", -1), tmp_path / "w8a8", input_activations=TOKENS)
     ids = torch.arange(20)[None]
-    weights_only = load_scorer(quantized("W8A16", -1))(ids)
+    got = load_scorer(folder)(ids)
+    assert (got - load_scorer(quantized("W8A16", -1))(ids)).abs().max() > 1e-3
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert (got - theirs(input_ids=ids).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"input_activations": {**TOKENS, "symmetric": False}}, {"output_activations": TOKENS}],
+    ids=["zero-points", "outputs"],
+)
+def test_what_is_not_computed_here_goes_through_transformers(
+    quantized: Callable[..., Path],
+    tmp_path: Path,
+    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package that quantizes activations")
+    folder = with_group(quantized("W8A16", -1), tmp_path / "other", **changes)
     monkeypatch.setattr(
-        "lowbit.evals.scorer._load_dequantized", lambda *a: pytest.fail("loaded weights only")
+        "lowbit.evals.scorer._load_dequantized", lambda *a: pytest.fail("part was ignored")
     )
-    assert (load_scorer(folder)(ids) - weights_only).abs().max() > 1e-3
+    assert load_scorer(folder)(torch.arange(20)[None]).isfinite().all()
 
 
 def test_auto_is_float32_on_a_cpu_and_dtypes_are_checked(original: Path) -> None:

@@ -7,15 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit.kernels import linear_dequant
+from lowbit.kernels.activations import fake_quantize_activation, quantize_activation
 from lowbit.kernels.affine import code_range
 from lowbit.kernels.bitplanes import pack_planes, plane_widths, unpack_planes
+from lowbit.kernels.elements import elements_of
 from lowbit.kernels.errors import UserError
 from lowbit.kernels.linear_ops import (
+    LinearOperands,
     LinearProblem,
     choose_linear,
     linear_kernels,
     linear_reference,
 )
+from lowbit.quantize.activations import activation_format
+from lowbit.quantize.passes.rtn import rtn_quantize
+from lowbit.quantize.spec import PRESETS
 
 KERNELS = {k.name: k for k in linear_kernels()}
 
@@ -25,13 +31,18 @@ def problem(**changes) -> LinearProblem:
     return plain._replace(**changes)
 
 
-def random_weight(p: LinearProblem, seed: int = 0):
+def random_weight(p: LinearProblem, seed: int = 0) -> LinearOperands:
     g = torch.Generator().manual_seed(seed)
-    qmin, qmax = code_range(p.num_bits)
-    groups = p.in_features // p.group_size
-    codes = torch.randint(
-        qmin, qmax + 1, (p.out_features, p.in_features), generator=g, dtype=torch.int8
-    )
+    groups = -(-p.in_features // p.group_size)
+    if p.kind == "int":
+        qmin, qmax = code_range(p.num_bits)
+        codes = torch.randint(
+            qmin, qmax + 1, (p.out_features, p.in_features), generator=g, dtype=torch.int8
+        )
+    else:
+        elements = elements_of("float", p.num_bits)
+        codes = elements.snap_(torch.randn(p.out_features, p.in_features, generator=g) * 3)
+        codes = codes.to(elements.dtype)
     scale = (torch.rand(p.out_features, groups, generator=g) + 0.5) * 0.01
     scale = scale.to(torch.bfloat16)  # so that no kernel rounds it further
     zero = None
@@ -39,20 +50,30 @@ def random_weight(p: LinearProblem, seed: int = 0):
         zero = torch.randint(
             qmin, qmax + 1, (p.out_features, groups), generator=g, dtype=torch.int8
         )
-    return codes, scale, zero
+    static = p.activation is not None and p.activation.takes_scale
+    return LinearOperands(codes, scale, zero, None, torch.tensor([0.03]) if static else None)
 
 
 def run(name: str, p: LinearProblem, rows: tuple[int, ...], with_bias: bool, seed: int = 0):
-    """(kernel's y, reference y in float32 with the same weights)."""
-    codes, scale, zero = random_weight(p, seed)
+    """(kernel's y, reference y with the same weights, what they were made of)."""
+    operands = random_weight(p, seed)
     g = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(*rows, p.in_features, generator=g).to(p.dtype)
     bias = torch.randn(p.out_features, generator=g).to(p.dtype) if with_bias else None
     kernel = KERNELS[name]
     assert kernel.decline(p) is None
-    y = kernel.run(x, kernel.pack(codes, scale, zero, p), bias, p)
+    given = x
+    if p.activation is not None and not kernel.quantizes_input:
+        given = fake_quantize_activation(x, p.activation, operands.input_scale)
+    y = kernel.run(given, kernel.pack(operands, p), bias, p)
     assert y.dtype == p.dtype and y.shape == (*rows, p.out_features)
-    return y, linear_reference(x, codes, scale, zero, bias), (x, codes, scale, zero, bias)
+    return y, linear_reference(x, operands, bias, p), (x, operands, bias)
+
+
+def exactly(x, operands, bias, p: LinearProblem) -> torch.Tensor:
+    """The reference computed in float32."""
+    bias = None if bias is None else bias.float()
+    return linear_reference(x.float(), operands, bias, p)
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,10 +128,8 @@ def test_int4_kernel_is_the_reference_in_bf16(group, symmetric, with_bias):
     for out in (16, 48, 128):
         p = problem(symmetric=symmetric, group_size=group, in_features=256, out_features=out)
         for rows in ((1,), (5,), (2, 40)):
-            y, _, (x, codes, scale, zero, bias) = run("int4pack_cpu", p, rows, with_bias)
-            exact = linear_reference(
-                x.float(), codes, scale, zero, None if bias is None else bias.float()
-            )
+            y, _, made_of = run("int4pack_cpu", p, rows, with_bias)
+            exact = exactly(*made_of, p)
             # bf16 weights, a bf16 product and a bf16 sum with the bias: half an ulp, 2^-9, each
             tolerance = 3 * 2**-9 * exact.abs().max() + 2**-9
             assert (y.float() - exact).abs().max() < tolerance
@@ -118,9 +137,8 @@ def test_int4_kernel_is_the_reference_in_bf16(group, symmetric, with_bias):
 
 def test_int4_kernel_rows_do_not_depend_on_the_batch():
     p = problem()
-    codes, scale, zero = random_weight(p)
     kernel = KERNELS["int4pack_cpu"]
-    tensors = kernel.pack(codes, scale, zero, p)
+    tensors = kernel.pack(random_weight(p), p)
     x = torch.randn(9, p.in_features, generator=torch.Generator().manual_seed(5)).bfloat16()
     whole = kernel.run(x, tensors, None, p)
     for i in range(9):
@@ -131,14 +149,113 @@ def test_int4_kernel_rows_do_not_depend_on_the_batch():
 def test_int8_kernel_is_the_reference_in_bf16(rows):
     for out, columns in ((48, 128), (7, 32), (100, 64)):
         p = problem(num_bits=8, group_size=columns, in_features=columns, out_features=out)
-        y, _, (x, codes, scale, zero, bias) = run("int8pack_cpu", p, rows, with_bias=True)
-        exact = linear_reference(x.float(), codes, scale, zero, bias.float())
+        y, _, made_of = run("int8pack_cpu", p, rows, with_bias=True)
+        exact = exactly(*made_of, p)
         assert (y.float() - exact).abs().max() < 2**-7 * exact.abs().max()
+
+
+TOKEN_INT8 = activation_format(PRESETS["W8A8"].input_activations)
+STATIC_INT8 = activation_format(PRESETS["W8A8_STATIC"].input_activations)
+INPUTS = {n: activation_format(s.input_activations) for n, s in PRESETS.items()
+          if s.input_activations}  # fmt: skip
+needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="CPU without VNNI")
+
+
+@needs_vnni
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [TOKEN_INT8, STATIC_INT8], ids=str)
+def test_w8a8_is_the_integer_product_exactly(activation, dtype):
+    """Sums in whole numbers, then the scale of the row, then that of the token, then the bias."""
+    for out, columns, rows in ((48, 128, (5,)), (7, 33, (2, 3)), (64, 2048, (1,)), (16, 64, (0,))):
+        p = problem(num_bits=8, group_size=columns, in_features=columns, out_features=out,
+                    dtype=dtype, activation=activation)  # fmt: skip
+        y, _, (x, operands, bias) = run("w8a8_cpu", p, rows, with_bias=True)
+        codes, scales = quantize_activation(x, activation, operands.input_scale)
+        sums = codes.to(torch.int64) @ operands.codes.to(torch.int64).T
+        want = sums.float() * operands.scale.float().reshape(-1) * scales + bias
+        assert torch.equal(y, want.to(dtype))
+
+
+@needs_vnni
+def test_w8a8_is_the_reference_up_to_float_rounding():
+    p = problem(num_bits=8, group_size=256, in_features=256, dtype=torch.float32,
+                activation=TOKEN_INT8)  # fmt: skip
+    y, reference, _ = run("w8a8_cpu", p, (3, 5), with_bias=True)
+    torch.testing.assert_close(y, reference, atol=1e-5, rtol=1e-5)
+    in_bf16, _, made_of = run("w8a8_cpu", p._replace(dtype=torch.bfloat16), (3, 5), with_bias=True)
+    exact = exactly(*made_of, p)
+    assert (in_bf16.float() - exact).abs().max() < 2**-8 * exact.abs().max()
+
+
+@needs_vnni
+def test_w8a8_tokens_do_not_depend_on_the_batch():
+    p = problem(num_bits=8, group_size=128, activation=TOKEN_INT8)
+    kernel = KERNELS["w8a8_cpu"]
+    tensors = kernel.pack(random_weight(p), p)
+    x = torch.randn(9, p.in_features, generator=torch.Generator().manual_seed(5)).bfloat16()
+    whole = kernel.run(x, tensors, None, p)
+    for i in range(9):
+        assert torch.equal(kernel.run(x[i : i + 1], tensors, None, p)[0], whole[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["dense", "dequant"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float_codes_equal_the_reference_exactly(bits, kernel, dtype):
+    for out, columns, group in ((48, 128, 16), (7, 96, 32), (33, 200, 128), (5, 64, 64)):
+        p = problem(num_bits=bits, kind="float", dtype=dtype, out_features=out,
+                    in_features=columns, group_size=group)  # fmt: skip
+        for rows in ((1,), (2, 3)):
+            y, reference, _ = run(kernel, p, rows, with_bias=True, seed=bits)
+            assert torch.equal(y, reference), (p, rows)
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "MXFP4", "MXFP8"])
+@pytest.mark.parametrize("kernel", ["dense", "dequant"])
+def test_scales_of_8_bits_are_kept_as_stored(scheme, kernel):
+    spec = PRESETS[scheme].weights
+    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    q = rtn_quantize(w, spec, torch.bfloat16)
+    p = problem(num_bits=spec.num_bits, kind="float", group_size=spec.granularity.size,
+                in_features=64, out_features=24, dtype=torch.float32)  # fmt: skip
+    tensors = KERNELS[kernel].pack(LinearOperands(q.codes, q.scale, None, q.global_scale), p)
+    y = KERNELS[kernel].run(torch.eye(64), tensors, None, p)
+    assert torch.equal(y.T, q.dequantize())
+    if kernel == "dequant":
+        rows = 24 * 4 if q.global_scale is not None else 0  # the global scale, once a row
+        assert (
+            sum(t.nbytes for t in tensors) == 24 * 64 * spec.num_bits // 8 + q.scale.numel() + rows
+        )
+
+
+@pytest.mark.parametrize("scheme", INPUTS)
+def test_inputs_are_quantized_before_a_kernel_that_does_not(scheme):
+    p = problem(num_bits=3, dtype=torch.float32, activation=INPUTS[scheme])
+    y, reference, (x, operands, bias) = run("dequant", p, (4,), with_bias=True)
+    assert torch.equal(y, reference)
+    plain = linear_reference(x, operands, bias, p._replace(activation=None))
+    assert not torch.equal(y, plain)
 
 
 @pytest.mark.parametrize(
     ("changes", "kernel"),
     [
+        pytest.param(
+            {"num_bits": 8, "group_size": 128, "activation": TOKEN_INT8},
+            "w8a8_cpu",
+            marks=needs_vnni,
+        ),
+        pytest.param(
+            {"num_bits": 4, "group_size": 128, "activation": STATIC_INT8, "dtype": torch.float32},
+            "w8a8_cpu",
+            marks=needs_vnni,
+        ),
+        ({"activation": TOKEN_INT8}, "int4pack_cpu"),
+        ({"activation": INPUTS["FP8_DYNAMIC"]}, "int4pack_cpu"),
+        ({"num_bits": 8, "group_size": 128, "activation": INPUTS["FP8_BLOCK"]}, "int8pack_cpu"),
+        ({"num_bits": 8, "kind": "float", "activation": INPUTS["FP8"]}, "dense"),
+        ({"kind": "float", "group_size": 16}, "dense"),
+        ({"in_features": 160, "group_size": 128}, "dequant"),
         ({}, "int4pack_cpu"),
         ({"symmetric": False}, "int4pack_cpu"),
         ({"dtype": torch.float32}, "dequant"),

@@ -115,13 +115,23 @@ def test_damaged_quantized_checkpoints(quantized, tmp_path):
     expect("renamed", move, "quantized 'model.layers.0.self_attn.x_proj'")
 
 
-def test_schemes_that_are_not_run(quantized, tmp_path):
-    folder = shutil.copytree(quantized, tmp_path / "w4a8")
+@pytest.mark.parametrize(
+    ("side", "changes", "named"),
+    [
+        ("input", {"symmetric": False}, "zero-point"),
+        ("input", {"dynamic": False, "strategy": "group", "group_size": 32}, "static activation"),
+        ("output", {}, "output activations"),
+    ],
+    ids=["zero-points", "static groups", "outputs"],
+)
+def test_activations_that_are_not_run(quantized, tmp_path, side, changes, named):
+    folder = shutil.copytree(quantized, tmp_path / "activations")
     quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
     group = quantization["config_groups"]["group_0"]
-    group["input_activations"] = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    tokens = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    group[f"{side}_activations"] = {**tokens, **changes}
     with_config(folder, quantization_config=quantization)
-    with pytest.raises(UserError, match="quantizes its input activations"):
+    with pytest.raises(UserError, match=named):
         LLM(folder)
 
 

@@ -87,8 +87,10 @@ def _describe(llm: LLM) -> str:
     kinds: dict[str, list[int]] = {}
     for report in llm.linear_report():
         p = report.problem
-        kind = f"{p.num_bits} bits, group {p.group_size}, {p.in_features} -> {p.out_features}"
-        kind += f", {'symmetric' if p.symmetric else 'asymmetric'}: {report.kernel}"
+        kind = f"{p.kind}{p.num_bits}, group {p.group_size}, {p.in_features} -> {p.out_features}"
+        kind += "" if p.symmetric else ", asymmetric"
+        kind += "" if p.activation is None else f", inputs {p.activation}"
+        kind += f": {report.kernel}" + (f", {report.note}" if report.note else "")
         reasons = "; ".join(f"{name} {reason}" for name, reason in report.declined.items())
         kinds.setdefault(f"{kind} ({reasons})" if reasons else kind, []).append(report.nbytes)
     for kind, sizes in kinds.items():

@@ -11,7 +11,7 @@ import typer
 from .common import print_json
 
 if TYPE_CHECKING:
-    from ..spec import QuantSpec
+    from ..spec import LayerScheme, QuantSpec
 
 
 def inspect(
@@ -27,7 +27,7 @@ def inspect(
     from ..checkpoint.load import Checkpoint
 
     opened = Checkpoint(checkpoint)
-    modules = {name: describe(scheme.weights) for name, scheme in opened.schemes.items()}
+    modules = {name: describe_scheme(scheme) for name, scheme in opened.schemes.items()}
     kept = Counter(
         str(info.dtype).removeprefix("torch.")
         for name, info in opened.shards.info.items()
@@ -47,10 +47,22 @@ def inspect(
     _table(checkpoint, facts, every)
 
 
+def describe_scheme(scheme: LayerScheme) -> str:
+    """A scheme in words, such as "float8, Channel(); inputs float8, Token(), dynamic"."""
+    inputs = scheme.input_activations
+    if inputs is None:
+        return describe(scheme.weights)
+    when = "dynamic" if inputs.dynamic else "static"
+    return f"{describe(scheme.weights)}; inputs {describe(inputs)}, {when}"
+
+
 def describe(spec: QuantSpec) -> str:
-    """A scheme in words, such as "int4 symmetric, Group(size=64)"."""
-    kind = "symmetric" if spec.symmetric else "asymmetric"
-    return f"{spec.type}{spec.num_bits} {kind}, {spec.granularity}"
+    """How a tensor is stored in words, such as "int4 symmetric, Group(size=64)"."""
+    kind = f"{spec.type}{spec.num_bits}"
+    if spec.type == "int":
+        kind += " symmetric" if spec.symmetric else " asymmetric"
+    scales = {"model": "", "e4m3": ", E4M3 scales", "e8m0": ", power-of-two scales"}
+    return f"{kind}, {spec.granularity}{scales[spec.scale_dtype]}"
 
 
 def _table(checkpoint: Path, facts: dict[str, Any], every: bool) -> None:
