@@ -25,30 +25,35 @@ def model_folder(model: str) -> Path:
         raise UserError(f"{model} is a file; give the model's folder")
     if not HUB_ID.fullmatch(model) or folder.is_absolute() or model.startswith("."):
         raise UserError(f"no such model folder: {model}")
+    try:
+        return hub_folder(model)
+    except UserError as e:
+        raise UserError(f"no folder '{model}', and {e}; give the folder of a model") from e
+
+
+def hub_folder(model_id: str) -> Path:
+    """The Hub's model `model_id` from its cache, or downloaded where that holds no whole one.
+
+    Raises UserError with the reason alone.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        cached = snapshot_download(model, allow_patterns=PATTERNS, local_files_only=True)
+        cached = snapshot_download(model_id, allow_patterns=PATTERNS, local_files_only=True)
         if _has_weights(Path(cached)):
             return Path(cached)
     except LocalEntryNotFoundError:
         pass
     except HFValidationError as e:
-        raise UserError(f"no such model folder: {model}") from e
+        raise UserError("no model on the Hub can have that name") from e
     if not hub_reachable():
-        raise UserError(
-            f"no folder '{model}', and the Hub does not answer for a model of that name; "
-            "download it elsewhere and give its folder"
-        )
+        raise UserError("the Hub does not answer for a model of that name")
     try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS))
-    except (HfHubHTTPError, OSError) as e:
-        raise UserError(f"the Hub has no model '{model}' for you: {str(e).splitlines()[0]}") from e
+        return Path(snapshot_download(model_id, allow_patterns=PATTERNS))
+    except Exception as e:  # the client's http library, and so its errors, vary by version
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise UserError(f"the Hub has no model of that name for you: {reason}") from e
 
 
 def _has_weights(folder: Path) -> bool:

