@@ -24,9 +24,7 @@ def build(cls: type[T], data: Any, where: str, defaults: T | None = None) -> T:
     for key, value in data.items():
         default = getattr(defaults, key)
         if isinstance(default, tuple):
-            if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-                raise UserError(f"{where}: '{key}' must be a list of strings, got {value!r}")
-            value = tuple(value)
+            value = _tuple(cls, key, value, where)
         elif isinstance(default, float) and _is_number(value):
             value = float(value)
         elif default is None:
@@ -59,6 +57,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     return value
+
+
+def _tuple(cls: Any, key: str, value: Any, where: str) -> tuple[Any, ...]:
+    """A field whose annotation is tuple[int, ...] or tuple[str, ...], from a list of such."""
+    whole = "int" in next(f.type for f in fields(cls) if f.name == key)
+    member, words = (int, "whole numbers") if whole else (str, "strings")
+    if not isinstance(value, list | tuple) or not all(type(v) is member for v in value):
+        raise UserError(f"{where}: '{key}' must be a list of {words}, got {value!r}")
+    return tuple(value)
 
 
 def _optional_number(cls: Any, key: str, value: Any, where: str) -> Any:

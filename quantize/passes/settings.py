@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...kernels.errors import UserError
+from ..kv_names import kv_spec_from_name
+from ..spec import KVSpec
 
 MAX_DAMP = 1.0  # share of the mean diagonal beyond which a Hessian is hopeless
 
@@ -134,9 +136,26 @@ class RotateSettings:
 
 @dataclass(frozen=True)
 class KVCacheSettings:
-    """How the cache is stored: the name of a format (see kv_spec_from_name)."""
+    """How the cache is stored.
+
+    format: the name of one (quantize/kv_names.py).
+    skip_layers: decoder layers, counted from 0, whose keys and values stay as they are computed.
+    scale_search: how calibrated scales are chosen, where the format has them: "minmax" takes the
+        range of what was observed, "mse" the share of it with the least squared error.
+    """
 
     format: str = "int8"
+    skip_layers: tuple[int, ...] = ()
+    scale_search: Literal["minmax", "mse"] = "mse"
+
+    def __post_init__(self) -> None:
+        one_of("scale_search", self.scale_search, ("minmax", "mse"))
+        kv_spec_from_name(self.format, self.skip_layers)
+
+    @property
+    def spec(self) -> KVSpec:
+        """The format by name, without the skipped layers."""
+        return kv_spec_from_name(self.format, self.skip_layers)
 
 
 def at_least_one(name: str, value: int) -> None:
