@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ..quantize.cache_layers import PLAIN_LAYERS
 from ..quantize.checkpoint.kv_config import KVStorage
-from ..runtime.kv_cache import PLAIN_LAYERS, cache_keyword
+from ..runtime.kv_cache import cache_keyword
 from ..runtime.kv_formats import layer_kv
 from ..runtime.rope import RopeProbe
 

@@ -18,21 +18,15 @@ import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from ..kernels.kv_quant import KVFormat
+from ..quantize.cache_layers import PLAIN_LAYERS, plain_layers
 from ..quantize.checkpoint.kv_config import KVStorage
 from .kv_formats import layer_kv
 from .kv_stores import DenseStore, Store, TokenGroupStore, TokenStore
 from .rope import Rope, RopeProbe, RopeTable
 
-PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class ContiguousLayer(CacheLayerMixin):
@@ -194,7 +188,7 @@ def _store(
 
 def batchable(config: Any) -> bool:
     """Whether all of the model's state is plain keys and values, so that rows can share a batch."""
-    return all(type(layer) in PLAIN_LAYERS for layer in DynamicCache(config=config).layers)
+    return all(plain_layers(config))
 
 
 def cache_keyword(model: Any) -> str:
