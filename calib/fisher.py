@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .layer_loop import forward_layer
-from .model import LayerCall, LayeredModel
+from .model import LayerCall, LayeredModel, forward_layer
 from .statistics import Hessian
 
 

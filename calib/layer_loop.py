@@ -2,12 +2,14 @@
 statistics to a worker that quantizes the linears that read it.
 
 Transforms come first: for each, the rows run through the layer as it is, and the statistics of its
-inputs decide how its weights are changed. Then the linears are quantized, in one of two orders. Sequential: batches of rows go through the layer in step. Each stops at a linear until
-all have reached it and its input's statistics are whole; the worker quantizes it, and the batches
-go on with the quantized weight. So every linear is calibrated on what it will really read, and each
-runs once. Parallel: the batches go through twice, first to observe the unquantized layer, then to
-hand its quantized output to the next one: no batch is ever held half-way, in up to twice the time.
-A worker that quantizes whole layers sees all batches at once instead.
+inputs decide how its weights are changed. Then the linears are quantized, in one of two orders.
+Sequential: batches of rows go through the layer in step. Each stops at a linear until all have
+reached it and its input's statistics are whole; the worker quantizes it, and the batches go on with
+the quantized weight. So every linear is calibrated on what it will really read, and each runs once.
+(A layer's experts are one such stop, or several: see stops.py.) Parallel: the batches go through
+twice, first to observe the unquantized layer, then to hand its quantized output to the next one: no
+batch is ever held half-way, in up to twice the time. A worker that quantizes whole layers sees all
+batches at once instead.
 
 The loop knows no method by name: a worker says which statistics it needs.
 """
@@ -15,31 +17,35 @@ The loop knows no method by name: a worker says which statistics it needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.errors import UserError
 from .memory import release_free_memory, share_one_arena
-from .model import LayerCall, LayeredModel
+from .model import LayerCall, LayeredModel, forward_layer
 from .pausable import PausableCall
 from .row_guard import RowGuard
 from .statistics import STATISTICS
+from .stops import InputHook, Stop, find_stops, input_hooks, wanted_linears
 
 LAYERS_A_TRIM = (
     4  # trimming after each costs a tenth of the time, never lets memory grow with depth
 )
 Order = Literal["sequential", "parallel"]
-InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
 
 
 class InputGroup(NamedTuple):
-    """Linears (full name -> module) that read the same input, and that input's statistics."""
+    """Linears (full name -> module) that read the same input, and that input's statistics (name in
+    STATISTICS -> an instance of its class).
+
+    routed: for the linears of an expert, how many tokens the model's router gives it.
+    """
 
     linears: dict[str, nn.Linear]
-    statistics: dict[str, Any]  # name in STATISTICS -> an instance of its class
+    statistics: dict[str, Any]
+    routed: int | None = None
 
 
 class Wants(Protocol):
@@ -114,12 +120,14 @@ def run_layers(
     worker: LayerWorker,
     order: Order = "sequential",
     batch_size: int = 8,
+    all_experts: bool = False,
     progress: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Drive `worker` through every decoder layer, then the output head where it is wanted.
 
     rows: token ids int64 [rows, seq], or None when the worker needs no statistics.
     batch_size: rows of one forward pass.
+    all_experts: an expert's statistics are those of all tokens, not of those routed to it.
     progress: called with each finished layer's name.
     """
     if rows is None:
@@ -134,37 +142,31 @@ def run_layers(
         states = [next(iter(b.values())).hidden for b in batches]
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
-        guard = RowGuard(len(rows))
+        watch = _Watch(RowGuard(len(rows)), all_experts)
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
-                        groups = _observe(name, layer, calls, transform, guard)
+                        groups = _observe(name, layer, calls, transform, watch)
                         transform.apply(name, layer, groups, calls)
                     if worker.whole_layers:
-                        groups = _observe(name, layer, calls, worker, guard)
+                        groups = _observe(name, layer, calls, worker, watch)
                         worker.quantize_layer(name, layer, groups, calls)
                         states = _forward(name, layer, calls, worker)
                     else:
                         step = _sequential if order == "sequential" else _parallel
-                        states = step(name, layer, calls, worker, guard)
-                    worker.finish(name, guard.dropped)
+                        states = step(name, layer, calls, worker, watch)
+                    worker.finish(name, watch.guard.dropped)
                 else:
                     states = _forward(name, layer, calls, worker)
             if number % LAYERS_A_TRIM == 0:
                 release_free_memory()
             progress(name)
         if model.head is not None and worker.wants(model.head):
-            _output_head(model.head, model, rows, states, worker, guard)
+            _output_head(model.head, model, rows, states, worker, watch.guard)
             progress(model.head)
-
-
-def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
-    """Hidden states [rows, seq, hidden] after the layer."""
-    out = layer(call.hidden, **call.kwargs)
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _forward(
@@ -175,47 +177,18 @@ def _forward(
         return [forward_layer(layer, call) for call in calls]
 
 
-def shared_inputs(
-    name: str, layer: nn.Module, call: LayerCall, worker: Wants
-) -> list[dict[str, nn.Linear]]:
-    """The layer's wanted linears, grouped by the input that they read, in the order of their calls.
+class _Watch(NamedTuple):
+    """How inputs are observed, see `run_layers`."""
 
-    Found by running one row and comparing what each linear was given.
-    """
-    seen: dict[str, Tensor] = {}  # holds the inputs: freed memory could be reused at one address
-    linears = _wanted_linears(name, layer, worker)
-
-    def note(linear_name: str) -> InputHook:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if linear_name in seen:
-                raise UserError(
-                    f"'{linear_name}' is called more than once in a layer; lowbit cannot quantize "
-                    "it: add it to --ignore"
-                )
-            seen[linear_name] = args[0]
-
-        return hook
-
-    with _input_hooks({linears[n]: note(n) for n in linears}):
-        forward_layer(layer, first_row(call))
-    missed = [n for n in linears if n not in seen]
-    if missed:
-        raise UserError(
-            f"'{missed[0]}' saw no calibration token in a forward pass of {name}; "
-            "add it to --ignore or quantize it without calibration (--method rtn)"
-        )
-    groups: dict[tuple[int, torch.Size], dict[str, nn.Linear]] = {}
-    for linear_name, x in seen.items():
-        groups.setdefault((x.data_ptr(), x.shape), {})[linear_name] = linears[linear_name]
-    return list(groups.values())
+    guard: RowGuard
+    all_experts: bool
 
 
 def _sequential(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: _Watch
 ) -> list[Tensor]:
-    groups = shared_inputs(name, layer, calls[0], worker)
-    statistics: list[dict[str, Any]] = [{} for _ in groups]
-    observe = _Observer(statistics, calls, worker, guard)
+    stops = find_stops(name, layer, calls[0], worker.wants, watch.all_experts)
+    observe = _Observer(stops, calls, worker, watch.guard)
 
     def forward(call: LayerCall) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -226,22 +199,18 @@ def _sequential(
 
     passes = [PausableCall(forward(call)) for call in calls]
 
-    def stop_at(index: int) -> InputHook:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            observe(index, args[0])
-            passes[observe.batch].pause()
+    def stop_at(index: int, args: tuple[Any, ...]) -> None:
+        observe(index, args)
+        passes[observe.batch].pause()
 
-        return hook
-
-    stops = {next(iter(g.values())): stop_at(i) for i, g in enumerate(groups)}
     try:
         # observed first, then rounded: a paused batch goes on with what was decided meanwhile
-        with _input_hooks(stops), worker.quantized_inputs(name, layer):
-            for index, group in enumerate(groups):
+        with input_hooks(_at_stops(stops, stop_at)), worker.quantized_inputs(name, layer):
+            for index in range(len(stops)):
                 for observe.batch, batch in enumerate(passes):
                     batch.resume()
-                worker.quantize(InputGroup(group, statistics[index]))
-                statistics[index] = {}
+                for group in observe.take(index):
+                    worker.quantize(group)
             return [batch.finish() for batch in passes]
     finally:
         for batch in passes:
@@ -249,52 +218,71 @@ def _sequential(
 
 
 def _parallel(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, guard: RowGuard
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: _Watch
 ) -> list[Tensor]:
-    for group in _observe(name, layer, calls, worker, guard):
+    for group in _observe(name, layer, calls, worker, watch):
         worker.quantize(group)
     return _forward(name, layer, calls, worker)
 
 
 def _observe(
-    name: str, layer: nn.Module, calls: list[LayerCall], wants: Wants, guard: RowGuard
+    name: str, layer: nn.Module, calls: list[LayerCall], wants: Wants, watch: _Watch
 ) -> list[InputGroup]:
     """The layer's wanted linears by input, with the statistics of one pass of all batches."""
-    groups = shared_inputs(name, layer, calls[0], wants)
-    statistics: list[dict[str, Any]] = [{} for _ in groups]
+    stops = find_stops(name, layer, calls[0], wants.wants, watch.all_experts)
     if not wants.needs:
-        return [InputGroup(group, {}) for group in groups]
-    observe = _Observer(statistics, calls, wants, guard)
-
-    def look_at(index: int) -> InputHook:
-        return lambda _, args: observe(index, args[0])
-
-    with _input_hooks({next(iter(g.values())): look_at(i) for i, g in enumerate(groups)}):
+        return [InputGroup(group, {}) for stop in stops for group in stop.groups]
+    observe = _Observer(stops, calls, wants, watch.guard)
+    with input_hooks(_at_stops(stops, observe)):
         for observe.batch, call in enumerate(calls):
             forward_layer(layer, call)
-    return [InputGroup(g, stats) for g, stats in zip(groups, statistics, strict=True)]
+    return [group for index in range(len(stops)) for group in observe.take(index)]
+
+
+def _at_stops(
+    stops: list[Stop], act: Callable[[int, tuple[Any, ...]], None]
+) -> dict[nn.Module, InputHook]:
+    """Hooks that call `act` with the number of each stop that a call of its module is, in order,
+    and with the call's arguments."""
+    numbers: dict[nn.Module, list[int]] = {}
+    for index, stop in enumerate(stops):
+        numbers.setdefault(stop.module, []).append(index)
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for index in numbers[module]:
+            act(index, args)
+
+    return dict.fromkeys(numbers, hook)
 
 
 class _Observer:
-    """Adds what the linears of a group read to its statistics. `batch`: the one that runs."""
+    """Adds what the groups of each stop read to their statistics. `batch`: the one that runs."""
 
     def __init__(
-        self,
-        statistics: list[dict[str, Any]],
-        calls: list[LayerCall],
-        wants: Wants,
-        guard: RowGuard,
+        self, stops: list[Stop], calls: list[LayerCall], wants: Wants, guard: RowGuard
     ) -> None:
-        self._statistics, self._calls, self._wants, self._guard = statistics, calls, wants, guard
+        self._stops, self._calls, self._wants, self._guard = stops, calls, wants, guard
+        self._seen = [[InputGroup(group, {}) for group in stop.groups] for stop in stops]
         self.batch = 0
 
-    def __call__(self, index: int, x: Tensor) -> None:
-        stats = self._statistics[index] or _new_statistics(self._wants, x)
-        self._statistics[index] = stats
+    def __call__(self, index: int, args: tuple[Any, ...]) -> None:
+        """Stop number `index` is reached by a call with `args`."""
         first_row = sum(len(call.hidden) for call in self._calls[: self.batch])
-        finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
-        for statistic in stats.values():
-            statistic.add(finite)
+        for number, (x, routed) in enumerate(self._stops[index].observe(args)):
+            group = self._seen[index][number]
+            if not group.statistics:
+                group.statistics.update(_new_statistics(self._wants, x))
+            if routed is not None:
+                self._seen[index][number] = group._replace(routed=(group.routed or 0) + routed)
+            finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
+            for statistic in group.statistics.values():
+                statistic.add(finite)
+
+    def take(self, index: int) -> Iterator[InputGroup]:
+        """The groups of a stop with their statistics, which are not held any longer."""
+        groups, self._seen[index] = self._seen[index], []
+        while groups:
+            yield groups.pop(0)
 
 
 def _without_data(
@@ -305,7 +293,7 @@ def _without_data(
         with torch.inference_mode(), model.loaded(name) as layer:
             if not worker.restore(name, layer):
                 worker.begin(name, layer)
-                for linear_name, linear in _wanted_linears(name, layer, worker).items():
+                for linear_name, linear in wanted_linears(name, layer, worker.wants).items():
                     worker.quantize(InputGroup({linear_name: linear}, {}))
                 worker.finish(name, [])
         progress(name)
@@ -336,38 +324,5 @@ def _output_head(
         worker.finish(name, guard.dropped)
 
 
-def _wanted_linears(name: str, layer: nn.Module, worker: Wants) -> dict[str, nn.Linear]:
-    return {
-        inner: module
-        for inner, module in layer.named_modules(prefix=name)
-        if isinstance(module, nn.Linear) and worker.wants(inner)
-    }
-
-
 def _new_statistics(worker: Wants, x: Tensor) -> dict[str, Any]:
     return {need: STATISTICS[need](x.shape[-1], x.device) for need in sorted(worker.needs)}
-
-
-def first_row(call: LayerCall) -> LayerCall:
-    """The call for its first row alone: tensors whose first dimension counts rows are cut."""
-    rows = len(call.hidden)
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] % rows == 0:
-            return value[: value.shape[0] // rows]
-        return value
-
-    return LayerCall(call.hidden[:1], {key: cut(value) for key, value in call.kwargs.items()})
-
-
-@contextmanager
-def _input_hooks(
-    hooks: dict[Any, InputHook],
-) -> Iterator[None]:
-    """Forward pre-hooks on the modules while the context is open."""
-    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

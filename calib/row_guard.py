@@ -36,7 +36,7 @@ class RowGuard:
         finite = torch.isfinite(x.flatten(1).sum(1, dtype=torch.float32))
         if bool(finite.all()):
             return x
-        if len(x) == rows:
+        if x.ndim == 3:
             self._bad.update((first + torch.nonzero(~finite)[:, 0]).tolist())
         if len(self._bad) > MAX_DROPPED * self._rows:
             raise UserError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 STRIPS = 8  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
 WIDE = 512  # columns from which strips save more than their smaller products cost
+TOKENS_A_BATCH = 128  # kept by TokenSample
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
 
@@ -69,7 +70,7 @@ class ChannelRange:
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
         self.tokens += flat.shape[0]
-        for chunk in flat.split(TOKENS_A_CHUNK):
+        for chunk in flat.split(TOKENS_A_CHUNK) if len(flat) else ():
             magnitude = chunk.abs()
             torch.maximum(self.peak, magnitude.amax(0).float(), out=self.peak)
             self._sum += magnitude.sum(0, dtype=torch.float32)
@@ -79,7 +80,24 @@ class ChannelRange:
         return self._sum / max(1, self.tokens)
 
 
-STATISTICS: dict[str, type[Hessian] | type[ChannelRange]] = {
+class TokenSample:
+    """Some inputs as they are: TOKENS_A_BATCH of each batch, evenly spaced."""
+
+    def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
+        self._parts = [torch.empty(0, in_features, device=device)]
+
+    def add(self, x: Tensor) -> None:
+        flat = x.reshape(-1, x.shape[-1])
+        stride = max(1, len(flat) // TOKENS_A_BATCH)
+        self._parts.append(flat[stride // 2 :: stride][:TOKENS_A_BATCH].float())
+
+    def tokens(self) -> Tensor:
+        """float32 [tokens, in]."""
+        return torch.cat(self._parts)
+
+
+STATISTICS: dict[str, type[Hessian] | type[ChannelRange] | type[TokenSample]] = {
     "hessian": Hessian,
     "channel_range": ChannelRange,
+    "token_sample": TokenSample,
 }

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_loop import forward_layer
-from ..calib.model import LayerCall
+from ..calib.model import LayerCall, forward_layer
 
 TOLERANCE = 1e-4  # relative change of a layer's output by a fold; exact but for summation order
 
@@ -224,6 +223,9 @@ class _Trace:
 
 
 def _find_fold(trace: _Trace, group: Sequence[str]) -> Fold | NoFold:
+    missed = [name for name in group if name not in trace.inputs]
+    if missed:
+        return NoFold(tuple(group), f"{missed[0]} read nothing of the row that was looked at")
     x = trace.inputs[group[0]]
     readers = tuple(n for n in trace.linears() if _same(trace.inputs[n], x))
     for name, y in trace.outputs.items():

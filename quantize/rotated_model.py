@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calib.layer_loop import forward_layer
-from ..calib.model import LayeredModel
+from ..calib.model import LayeredModel, forward_layer
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
 from .checkpoint.journal import partial_folder

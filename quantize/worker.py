@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_loop import InputGroup, InputHook, LayerCall, LayerTransform, LayerWorker
+from ..calib.layer_loop import InputGroup, LayerCall, LayerTransform, LayerWorker
 from ..calib.model import LayeredModel
+from ..calib.stops import InputHook
 from .activations import fake_quantize_input, input_scale_of_peak
 from .checkpoint.compress import (
     compress,
@@ -46,7 +47,7 @@ class PassWorker(LayerWorker):
         self._layer = ""
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
-        self.transforms = [_transform(t, plan, self) for t in transforms if t.method != "rotate"]
+        self.transforms = [_transform(t, plan, self, model) for t in transforms if t.method != "rotate"]
         self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property
@@ -240,7 +241,9 @@ def split_rows(q: Quantized, heights: list[int]) -> list[Quantized]:
     return [q._replace(codes=codes, scale=scale, zero_point=zero) for codes, scale, zero in parts]
 
 
-def _transform(transform: Transform, plan: Plan, worker: PassWorker) -> LayerTransform:
+def _transform(
+    transform: Transform, plan: Plan, worker: PassWorker, model: LayeredModel
+) -> LayerTransform:
     from .smoothing import make_transform
 
-    return make_transform(transform, plan, worker)
+    return make_transform(transform, plan, worker, model)
