@@ -23,12 +23,14 @@ def model_folder(model: str) -> Path:
         return folder
     if folder.is_file():
         raise UserError(f"{model} is a file; give the model's folder")
-    if not HUB_ID.fullmatch(model) or folder.is_absolute() or model.startswith("."):
+    if not _can_be_hub_id(model):
         raise UserError(f"no such model folder: {model}")
     try:
         return hub_folder(model)
     except UserError as e:
-        raise UserError(f"no folder '{model}', and {e}; give the folder of a model") from e
+        raise UserError(
+            f"no folder '{model}', and {e}; download it elsewhere and give its folder"
+        ) from e
 
 
 def hub_folder(model_id: str) -> Path:
@@ -37,7 +39,7 @@ def hub_folder(model_id: str) -> Path:
     Raises UserError with the reason alone.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         cached = snapshot_download(model_id, allow_patterns=PATTERNS, local_files_only=True)
@@ -45,8 +47,6 @@ def hub_folder(model_id: str) -> Path:
             return Path(cached)
     except LocalEntryNotFoundError:
         pass
-    except HFValidationError as e:
-        raise UserError("no model on the Hub can have that name") from e
     if not hub_reachable():
         raise UserError("the Hub does not answer for a model of that name")
     try:
@@ -54,6 +54,17 @@ def hub_folder(model_id: str) -> Path:
     except Exception as e:  # the client's http library, and so its errors, vary by version
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise UserError(f"the Hub has no model of that name for you: {reason}") from e
+
+
+def _can_be_hub_id(model: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return HUB_ID.fullmatch(model) is not None
 
 
 def _has_weights(folder: Path) -> bool:
