@@ -16,7 +16,7 @@ from torch import nn
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
-from .recipe import Pass, Recipe, WeightPass
+from .recipe import Pass, Recipe, Transform, WeightPass
 from .spec import Channel, Group, LayerScheme, with_group_size
 
 GROUP_SIZES = (128, 64, 32, 16)
@@ -85,7 +85,7 @@ def plan_linears(
 
 
 def match_linears(
-    taken_by: WeightPass,
+    taken_by: WeightPass | Transform,
     inner: Mapping[str, nn.Linear],
     outer: Mapping[str, nn.Linear],
     head: str | None,
@@ -167,7 +167,9 @@ def settle_group_size(
 
 
 def settled_recipe(recipe: Recipe, plan: Plan) -> Recipe:
-    """`recipe` with each pass's group size as the plan settled it."""
+    """`recipe` with each pass's group size as the plan settled it; under a budget there is none."""
+    if recipe.budget is not None:
+        return recipe
     passes: list[Pass] = []
     for taken_by in recipe.passes:
         if not isinstance(taken_by, WeightPass):

@@ -247,4 +247,9 @@ def with_group_size(scheme: LayerScheme, group_size: int) -> LayerScheme:
     if group_size == 0 or group_size < -1:
         raise UserError(f"group_size must be a positive number or -1 (channel), got {group_size}")
     granularity = Channel() if group_size == -1 else Group(group_size)
+    if scheme.weights.type == "float" and granularity != scheme.weights.granularity:
+        raise UserError(
+            f"group_size {group_size} is given, but float formats have scales of their own "
+            f"({scheme.weights.granularity}); leave it out"
+        )
     return replace(scheme, weights=replace(scheme.weights, granularity=granularity))

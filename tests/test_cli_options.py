@@ -14,13 +14,23 @@ from hypothesis import strategies as st
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli import app
 from lowbit.quantize.passes.settings import GPTQSettings
-from lowbit.quantize.recipe import DTYPES, Calibration, Execution, Recipe, WeightPass
+from lowbit.quantize.recipe import (
+    DTYPES,
+    Calibration,
+    Execution,
+    KVCachePass,
+    Recipe,
+    Transform,
+    WeightPass,
+)
+from lowbit.quantize.recipe_passes import QUANTIZERS, TRANSFORMS
 from lowbit.quantize.spec import PRESETS
 from typer.testing import CliRunner
 
 FLAG_OF = {"source": "calib"}  # fields whose flag has another name
 NOT_OF_THE_RECIPE = {
     "model", "out", "device", "recipe", "dump_recipe", "overwrite", "restart", "as_json", "help",
+    "kv", "settings",
 }  # fmt: skip
 NAMES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
 COUNTS = st.integers(1, 2**40)
@@ -28,7 +38,7 @@ COUNTS = st.integers(1, 2**40)
 # a strategy of valid values for every field that an option may set
 VALUES: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     WeightPass: {
-        "method": st.sampled_from(["gptq", "rtn"]),
+        "method": st.sampled_from(QUANTIZERS),
         "scheme": st.sampled_from([*PRESETS, *map(str.lower, PRESETS)]),
         "group_size": st.just(-1) | COUNTS,
         "targets": NAMES.map(tuple),
@@ -85,12 +95,16 @@ def with_options(base: Recipe, options: dict[tuple[type, str], Any]) -> Recipe:
         return {name: value for (o, name), value in options.items() if o is owner}
 
     (only,) = base.passes
+    assert isinstance(only, WeightPass)
     gptq = replace(only.gptq, **chosen(GPTQSettings))
-    return Recipe(
+    if chosen(GPTQSettings) and chosen(WeightPass).get("method", only.method) != "gptq":
+        raise UserError("a setting of gptq beside another method")
+    recipe = Recipe(
         passes=(replace(only, **chosen(WeightPass), gptq=gptq),),
         calibration=replace(base.calibration, **chosen(Calibration)),
         execution=replace(base.execution, **chosen(Execution)),
     )
+    return Recipe.from_dict(recipe.to_dict())  # without settings of methods that are not taken
 
 
 def dump(*args: str) -> Recipe:
@@ -122,8 +136,42 @@ def test_every_field_has_an_option_and_every_option_a_field() -> None:
     options = set(run_parameters()) - NOT_OF_THE_RECIPE
     assert options == {FLAG_OF.get(name, name) for _, name in ALL}
     for owner, table in VALUES.items():
-        assert {f.name for f in fields(owner)} - {"gptq"} == set(table)
+        assert {f.name for f in fields(owner)} - set(QUANTIZERS) == set(table)
     assert {f.name for f in fields(Recipe)} == {"passes", "calibration", "execution"}
+
+
+def test_a_chain_of_methods_is_a_list_of_passes() -> None:
+    made = dump("--method=awq+gptq", "--scheme=W3A16", "--ignore=re:.*down_proj", "--kv=int8")
+    awq, gptq, kv = made.passes
+    assert isinstance(awq, Transform) and isinstance(gptq, WeightPass)
+    assert (awq.method, gptq.method, gptq.scheme) == ("awq", "gptq", "W3A16")
+    assert awq.ignore == gptq.ignore == ("re:.*down_proj",)
+    assert isinstance(kv, KVCachePass) and kv.kv_cache.format == "int8"
+    assert [p.method for p in dump("--method=rotate").passes] == ["rotate", "rtn"]
+
+
+def test_settings_of_every_method_can_be_given() -> None:
+    made = dump("--method=awq+rtn", "--set=awq.n_grid=7", "--set=rtn.scale_search=mse")
+    awq, rtn = made.passes
+    assert isinstance(awq, Transform) and awq.awq.n_grid == 7
+    assert isinstance(rtn, WeightPass) and rtn.rtn.scale_search == "mse"
+    for wrong in ("awq.n_grid=7", "gptq.nothing=1", "gptq.block_size=x", "gptq", "gptq.block_size"):
+        with pytest.raises(UserError):
+            dump(f"--set={wrong}")
+
+
+def test_orders_that_make_no_sense_are_refused() -> None:
+    for chain in (
+        "gptq+awq",
+        "awq+smoothquant",
+        "awq+rotate",
+        "awq+awq",
+        "rtn+gptq",
+        "smoothquant",
+    ):
+        with pytest.raises(UserError):
+            dump(f"--method={chain}")
+    assert set(TRANSFORMS) == {"rotate", "smoothquant", "awq"}
 
 
 def test_help_shows_the_defaults_of_the_dataclasses() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import yaml
 
 from ...kernels.errors import UserError
+from ..passes.settings import one_of
 from ..recipe import Calibration, Execution, Recipe, WeightPass
+from ..recipe_passes import QUANTIZERS, TRANSFORMS
 from .common import print_json, say
 
 if TYPE_CHECKING:
@@ -29,7 +33,14 @@ def run(
     model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The checkpoint folder to make.")],
     scheme: Annotated[str | None, _option(PASS.scheme, "What is stored: W4A16, W3A16, ...")] = None,
-    method: Annotated[str | None, _option(PASS.method, "gptq or rtn (no data).")] = None,
+    method: Annotated[
+        str | None,
+        _option(
+            PASS.method,
+            "A quantizer (gptq, rtn, hqq, signround), transforms before it joined by + (awq, "
+            "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn.",
+        ),
+    ] = None,
     group_size: Annotated[
         int | None, _option(None, "Input columns that share a scale; -1: one a channel.")
     ] = None,
@@ -47,6 +58,15 @@ def run(
     shuffle: Annotated[
         bool | None,
         _option("the first ones", "Draw the rows at random.", "--shuffle/--no-shuffle"),
+    ] = None,
+    kv: Annotated[
+        str | None, _option("none", "How the KV cache is to be stored: int8, fp8, int4, k4v2, ...")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _option(
+            "none", "A setting of a method: gptq.block_size=32, awq.n_grid=10 (repeat).", "--set"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
@@ -101,6 +121,8 @@ def run(
             "scheme": scheme, "method": method, "group_size": group_size,
             "targets": targets or None, "ignore": ignore or None,
         },
+        kv=kv,
+        settings=settings or [],
         gptq={
             "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
             "static_groups": static_groups, "scale_search": scale_search,
@@ -131,24 +153,86 @@ def build_recipe(
     gptq: dict[str, Any],
     calibration: dict[str, Any],
     execution: dict[str, Any],
+    kv: str | None = None,
+    settings: Sequence[str] = (),
 ) -> Recipe:
     """The recipe file (or the defaults) with every option that is not None put in its place.
 
-    UserError when an option of a pass is given beside a recipe of several passes.
+    settings: "method.name=value", for the pass of that method. UserError when an option of a pass
+    is given beside a recipe of several weight quantizers.
     """
     data = (Recipe() if base is None else Recipe.from_yaml(base)).to_dict()
-    given = {**_given(weight_pass), **({"gptq": _given(gptq)} if _given(gptq) else {})}
-    if given and len(data["passes"]) > 1:
-        raise UserError(
-            f"'{next(iter(given))}' is given beside a recipe of {len(data['passes'])} passes; "
-            "change it in the recipe file"
-        )
+    given = _given(weight_pass)
+    if "method" in given:
+        data["passes"] = chained(data["passes"], given.pop("method"))
     if given:
-        settings = {**data["passes"][0]["gptq"], **given.pop("gptq", {})}
-        data["passes"][0] |= {**given, "gptq": settings}
+        _weight_pass(data["passes"], next(iter(given))).update(given)
+        where = {k: v for k, v in given.items() if k in ("targets", "ignore")}
+        for transform in data["passes"]:
+            if transform["method"] in TRANSFORMS and transform["method"] != "rotate":
+                transform.update(where)
+    for name, value in _given(gptq).items():
+        _put_setting(data["passes"], "gptq", name, value)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        method, dot, name = key.partition(".")
+        if not (equals and dot and method and name):
+            raise UserError(f"--set takes METHOD.NAME=VALUE, got '{setting}'")
+        _put_setting(data["passes"], method, name, yaml.safe_load(text))
+    if kv is not None:
+        data["passes"] = [p for p in data["passes"] if p["method"] != "kv_cache"]
+        data["passes"].append({"method": "kv_cache", "kv_cache": {"format": kv}})
     data["calibration"] |= _given(calibration)
     data["execution"] |= _given(execution)
     return Recipe.from_dict(data)
+
+
+def chained(passes: list[dict[str, Any]], chain: str) -> list[dict[str, Any]]:
+    """`passes` with the methods that `chain` names ("awq+gptq"): transforms, then a quantizer.
+
+    What the passes say of where and what stays; a chain without a quantizer rounds to nearest.
+    """
+    methods = [m.strip() for m in chain.split("+")]
+    if not any(m in QUANTIZERS for m in methods):
+        methods.append("rtn")
+    for method in methods:
+        one_of("method", method, (*TRANSFORMS, *QUANTIZERS))
+    if sum(m in QUANTIZERS for m in methods) > 1:
+        raise UserError(f"'{chain}' names two weight quantizers; a linear takes one")
+    old = {p["method"]: p for p in passes}
+    quantizer = _weight_pass(passes, "method")
+    kept = {
+        k: v for k, v in quantizer.items() if k in ("scheme", "group_size", "targets", "ignore")
+    }
+    where = {k: v for k, v in kept.items() if k in ("targets", "ignore")}
+    made = []
+    for m in methods:
+        fresh = {"method": m, **(where if m in TRANSFORMS[1:] else {} if m == "rotate" else kept)}
+        made.append(old.get(m, fresh))
+    return [*made, *(p for p in passes if p["method"] == "kv_cache")]
+
+
+def _weight_pass(passes: list[dict[str, Any]], option: str) -> dict[str, Any]:
+    """The one weight quantizer, for which `option` was given."""
+    quantizers = [p for p in passes if p.get("method", PASS.method) in QUANTIZERS]
+    if len(quantizers) != 1:
+        raise UserError(
+            f"'{option}' is given beside a recipe of {len(quantizers)} weight quantizers; "
+            "change it in the recipe file"
+        )
+    return quantizers[0]
+
+
+def _put_setting(passes: list[dict[str, Any]], method: str, name: str, value: Any) -> None:
+    """Put `name` of the settings of the pass of `method`."""
+    found = [p for p in passes if p["method"] == method]
+    if not found:
+        raise UserError(
+            f"'{name}' is a setting of {method}, but the recipe's passes are "
+            f"{', '.join(p['method'] for p in passes)}"
+        )
+    for a_pass in found:
+        a_pass[method] = {**a_pass.get(method, {}), name: value}
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -166,13 +250,16 @@ def _show(result: RunResult, as_json: bool) -> None:
             "out": result.out, "seconds": result.seconds, "recipe": result.recipe.to_dict(),
             "dtype": result.dtype, "notes": result.notes, "size": size._asdict(),
             "resumed_layers": result.resumed_layers, "dropped_rows": result.dropped_rows,
-            "relative_error": errors,
+            "relative_error": errors, "pass_seconds": result.pass_seconds,
         })  # fmt: skip
         return
     say(
         f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, "
         f"{size.quantized_bits_per_weight:.3f} bits per quantized weight, {result.seconds:.0f} s"
     )
+    for name, layers in result.pass_seconds.items():
+        spent = list(layers.values())
+        say(f"{name}: {sum(spent):.1f} s, {sum(spent) / len(spent):.2f} s a layer")
     if worst is not None:
         mean = sum(errors.values()) / len(errors)
         say(f"relative output error: mean {mean:.2e}, worst {errors[worst]:.2e} ({worst})")

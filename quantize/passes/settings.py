@@ -87,28 +87,54 @@ class SignRoundSettings:
 
 @dataclass(frozen=True)
 class AWQSettings:
-    """How AWQ runs. n_grid: ratios tried. duo_scaling: whether the weights' own means take part in
-    the scale ("auto": whichever loses less). clip: whether ranges are searched after scaling."""
+    """How AWQ runs.
 
+    search: "convex" solves for the scales of least expected rounding error, "grid" tries the
+        paper's curves.
+    n_grid: ratios that the grid tries, and shares of the range that clipping tries.
+    duo_scaling: whether the weights' own means take part in the grid's scales ("auto": whichever
+        loses less).
+    loss: what the grid compares. "hessian": the linears' output error through second moments;
+        "output": the error of the attention's or MLP's output (of the linear's own where a linear
+        feeds it) on `loss_rows` calibration rows.
+    clip: whether ranges are searched after scaling, where the quantizer does not do so itself.
+    """
+
+    search: Literal["convex", "grid"] = "convex"
     n_grid: int = 20
     duo_scaling: Literal["auto", "on", "off"] = "auto"
+    loss: Literal["hessian", "output"] = "hessian"
+    loss_rows: int = 8
     clip: bool = True
 
     def __post_init__(self) -> None:
+        one_of("search", self.search, ("convex", "grid"))
         at_least_one("n_grid", self.n_grid)
         one_of("duo_scaling", self.duo_scaling, ("auto", "on", "off"))
+        one_of("loss", self.loss, ("hessian", "output"))
+        at_least_one("loss_rows", self.loss_rows)
 
 
 @dataclass(frozen=True)
 class SmoothQuantSettings:
-    """How SmoothQuant runs. alpha: share of the activations' range that moves into the weights;
-    None: searched for each input."""
+    """How SmoothQuant runs.
+
+    alpha: share of the activations' range that moves into the weights; None: searched for each
+        input.
+    search: how, without an alpha. "convex" solves for the scales of least expected rounding error,
+        "grid" tries alphas and compares the linears' outputs.
+    through_linears: whether the inputs of o_proj and down_proj are smoothed too, where v_proj and
+        up_proj can take their scales; otherwise only inputs that a norm makes.
+    """
 
     alpha: float | None = None
+    search: Literal["convex", "grid"] = "convex"
+    through_linears: bool = True
 
     def __post_init__(self) -> None:
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise UserError(f"alpha must be from 0 to 1, got {self.alpha}")
+        one_of("search", self.search, ("convex", "grid"))
 
 
 @dataclass(frozen=True)
