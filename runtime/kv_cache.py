@@ -28,7 +28,6 @@ from .kv_stores import DenseStore, Store, TokenGroupStore, TokenStore
 from .rope import Rope, RopeProbe, RopeTable
 
 
-
 class ContiguousLayer(CacheLayerMixin):
     """One layer's keys and values; `row`, `start` and `length` say where the next ones go.
 

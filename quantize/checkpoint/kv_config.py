@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,17 +43,14 @@ class KVStorage(NamedTuple):
     scales: dict[int, KVScales]
 
 
-def kv_cache_scheme(spec: KVSpec | None) -> dict[str, Any] | None:
+def kv_cache_scheme(spec: KVSpec) -> dict[str, Any] | None:
     """The `kv_cache_scheme` of quantization_config; None when it cannot express `spec`."""
-    if spec is None or not _is_standard(spec):
-        return None
-    assert spec.key is not None
-    return _part_to_dict(spec.key)
+    return _part_to_dict(spec.key) if spec.key is not None and _is_standard(spec) else None
 
 
-def own_kv_config(spec: KVSpec | None) -> dict[str, Any] | None:
+def own_kv_config(spec: KVSpec) -> dict[str, Any] | None:
     """The value of OWN_KEY; None when `kv_cache_scheme` says everything."""
-    if spec is None or _is_standard(spec):
+    if _is_standard(spec):
         return None
     return {
         "key": spec.key and _part_to_dict(spec.key),
@@ -64,6 +60,27 @@ def own_kv_config(spec: KVSpec | None) -> dict[str, Any] | None:
         "key_before_rope": spec.key_before_rope,
         "skip_layers": list(spec.skip_layers),
     }
+
+
+def with_kv_cache(config: dict[str, Any], spec: KVSpec, version: str) -> dict[str, Any]:
+    """A config.json that also says that the cache is stored as `spec`.
+
+    config: quantization_config may be absent, as that of a model whose weights stay as they are.
+    version: lowbit's, for a quantization_config that has to be made.
+    """
+    own, scheme = own_kv_config(spec), kv_cache_scheme(spec)
+    if own is not None:
+        return {**config, OWN_KEY: own}
+    quantization = config.get("quantization_config") or {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "global_compression_ratio": None,
+        "producer": {"name": "lowbit", "version": version},
+    }
+    return {**config, "quantization_config": {**quantization, "kv_cache_scheme": scheme}}
 
 
 def kv_spec_from_config(config: dict[str, Any]) -> KVSpec | None:
@@ -137,16 +154,14 @@ def _scale(name: str, shards: Shards) -> Tensor:
 
 
 def _is_standard(spec: KVSpec) -> bool:
-    plain = replace(spec, key=spec.value, rotate_value=False) if spec.value else None
+    """Whether compressed-tensors' kv_cache_scheme can say it."""
+    part = spec.value
     return (
-        plain == spec
-        and not spec.rotate_key
-        and not spec.key_before_rope
-        and not spec.skip_layers
-        and spec.value is not None
-        and spec.value.num_bits == 8
-        and spec.value.symmetric
-        and isinstance(spec.value.granularity, TensorWise | Head | Token)
+        part is not None
+        and spec == KVSpec(part, part)
+        and part.num_bits == 8
+        and part.symmetric
+        and isinstance(part.granularity, TensorWise | Head | Token)
     )
 
 
