@@ -47,9 +47,11 @@ class Transform:
     @property
     def needs(self) -> frozenset[str]:
         """The statistics that the method wants."""
-        if self.method == "rotate":
-            return frozenset()
-        return frozenset({"hessian", "channel_range"})
+        return {
+            "rotate": frozenset[str](),
+            "awq": frozenset({"hessian", "channel_range"}),
+            "smoothquant": frozenset({"hessian", "channel_range", "token_sample"}),
+        }[self.method]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ from .checkpoint.compress import (
     decompress_input_scale,
 )
 from .checkpoint.journal import Journal
+from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .passes.gptq import factor_hessian, gptq_quantize
 from .passes.rtn import rtn_quantize
+from .passes.settings import RTNSettings
 from .plan import Plan, PlannedLinear
 from .quantized import Quantized
 from .recipe import Transform
@@ -38,7 +40,11 @@ class PassWorker(LayerWorker):
     """
 
     def __init__(
-        self, model: LayeredModel, plan: Plan, journal: Journal, transforms: Sequence[Transform] = ()
+        self,
+        model: LayeredModel,
+        plan: Plan,
+        journal: Journal,
+        transforms: Sequence[Transform] = (),
     ) -> None:
         self._model, self._plan, self._journal = model, plan, journal
         self._tensors: dict[str, Tensor] = {}
@@ -47,7 +53,9 @@ class PassWorker(LayerWorker):
         self._layer = ""
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
-        self.transforms = [_transform(t, plan, self, model) for t in transforms if t.method != "rotate"]
+        self.transforms = [
+            _transform(t, plan, self, model) for t in transforms if t.method != "rotate"
+        ]
         self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property
@@ -164,13 +172,19 @@ class PassWorker(LayerWorker):
 
             quantized = hqq_quantize(stacked, spec, dtype, taken_by.hqq)
         for name, part in zip(members, split_rows(quantized, heights), strict=True):
-            self.keep(name, group, part, {"method": taken_by.method})
+            self.keep(name, group, part, {"method": taken_by.method, **_routed(group)})
 
     def _gptq(self, members: list[str], group: InputGroup) -> None:
         """Linears that share an input share its factored Hessian; their rows are solved at once."""
         planned = self._plan.linears[members[0]]
         settings = planned.taken_by.gptq
         statistic = group.statistics["hessian"]
+        if group.routed is not None:
+            fallback = why_rounded(statistic.tokens, planned.shape[1])
+            if fallback is not None:
+                self._round_experts(members, group, fallback)
+                return
+            settings = dampened(settings, statistic.tokens, planned.shape[1])
         hessian = statistic.mean()
         factor = factor_hessian(hessian, settings)
         stacked, heights, dtype = self._stacked(members)
@@ -189,7 +203,17 @@ class PassWorker(LayerWorker):
                 "dampening_frac": factor.dampening_frac,
                 "dead_columns": factor.dead,
                 "tokens": statistic.tokens,
+                **_routed(group),
             })  # fmt: skip
+
+    def _round_experts(self, members: list[str], group: InputGroup, why: str) -> None:
+        """Round an expert's linears to nearest, with searched scales, for the reason given."""
+        stacked, heights, dtype = self._stacked(members)
+        spec = self._plan.linears[members[0]].scheme.weights
+        quantized = rtn_quantize(stacked, spec, dtype, RTNSettings(scale_search="mse"))
+        report = {"method": "rtn", "fallback": why, "tokens": group.statistics["hessian"].tokens}
+        for name, part in zip(members, split_rows(quantized, heights), strict=True):
+            self.keep(name, group, part, {**report, **_routed(group)})
 
     def keep(
         self, name: str, group: InputGroup, quantized: Quantized, report: dict[str, Any]
@@ -217,6 +241,11 @@ class PassWorker(LayerWorker):
         originals = [self.weights.get(f"{name}.weight") for name in members]
         dtype = self.weights.stored_dtype(f"{members[0]}.weight")
         return torch.cat(originals), [len(weight) for weight in originals], dtype
+
+
+def _routed(group: InputGroup) -> dict[str, int]:
+    """What the report of a linear says of its expert."""
+    return {} if group.routed is None else {"routed_tokens": group.routed}
 
 
 def _by_pass(names: Iterable[str], plan: Plan) -> list[list[str]]:
