@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..calib.experts import routers
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
@@ -46,17 +47,21 @@ def make_plan(model: LayeredModel, recipe: Recipe) -> Plan:
             f"{model.folder} is already quantized; give the original model (quantizing twice only "
             f"adds error) or one of the kinds that are dequantized as they are read: {READABLE}"
         )
+    steering = routers(model.model)
+    layers = tuple(f"{name}." for name in model.layers)
     inner = {
         name: module
         for name, module in model.model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(tuple(f"{n}." for n in model.layers))
+        if isinstance(module, nn.Linear) and name.startswith(layers) and name not in steering
     }
     outer = {
         name: module
         for name, module in model.model.named_modules()
         if isinstance(module, nn.Linear) and name not in inner
     }
-    return plan_linears(recipe, inner, outer, model.head)
+    plan = plan_linears(recipe, inner, outer, model.head)
+    stored = [model.tensor_name(f"{name}.weight").removesuffix(".weight") for name in steering]
+    return plan._replace(untouched=list(dict.fromkeys([*plan.untouched, *steering, *stored])))
 
 
 def plan_linears(
@@ -92,8 +97,8 @@ def match_linears(
 ) -> list[str]:
     """Names of the linears that the pass takes, in model order.
 
-    inner: linears of the decoder layers; outer: the rest (lm_head), which only a name or a pattern
-    reaches. head: the output linear where it can be quantized.
+    inner: linears of the decoder layers; outer: the rest (lm_head, routers of experts), which only
+    a name or a pattern reaches. head: the output linear where it can be quantized.
     """
     known = {**inner, **outer}
     wanted: set[str] = set()

@@ -39,6 +39,7 @@ class Calibration:
     """Which token rows are seen: `samples` windows of `seq_len` tokens of `source`.
 
     shuffle: windows drawn by `seed` instead of the first ones.
+    all_experts: every expert's statistics are those of all tokens, not of those routed to it.
     """
 
     source: str = "auto"
@@ -46,6 +47,7 @@ class Calibration:
     seq_len: int = 512
     seed: int = 0
     shuffle: bool = False
+    all_experts: bool = False
 
     def __post_init__(self) -> None:
         at_least_one("samples", self.samples)

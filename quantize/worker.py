@@ -40,11 +40,7 @@ class PassWorker(LayerWorker):
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        plan: Plan,
-        journal: Journal,
-        transforms: Sequence[Transform] = (),
+        self, model: LayeredModel, plan: Plan, journal: Journal, transforms: Sequence[Transform] = ()
     ) -> None:
         self._model, self._plan, self._journal = model, plan, journal
         self._tensors: dict[str, Tensor] = {}
@@ -53,9 +49,7 @@ class PassWorker(LayerWorker):
         self._layer = ""
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
-        self.transforms = [
-            _transform(t, plan, self, model) for t in transforms if t.method != "rotate"
-        ]
+        self.transforms = [_transform(t, plan, self, model) for t in transforms if t.method != "rotate"]
         self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property

@@ -59,6 +59,13 @@ def run(
         bool | None,
         _option("the first ones", "Draw the rows at random.", "--shuffle/--no-shuffle"),
     ] = None,
+    all_experts: Annotated[
+        bool | None,
+        _option(
+            "those routed to it", "Calibrate each expert on all tokens.",
+            "--all-experts/--routed-experts",
+        ),
+    ] = None,
     kv: Annotated[
         str | None, _option("none", "How the KV cache is to be stored: int8, fp8, int4, k4v2, ...")
     ] = None,
@@ -129,7 +136,7 @@ def run(
         },
         calibration={
             "source": calib, "samples": samples, "seq_len": seq_len, "seed": seed,
-            "shuffle": shuffle,
+            "shuffle": shuffle, "all_experts": all_experts,
         },
         execution={"order": order, "batch_size": batch_size, "dtype": dtype},
     )  # fmt: skip
