@@ -21,8 +21,11 @@ from ..calib.text import Text, load_text, load_tokenizer, token_rows
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .checkpoint.journal import Journal, source_identity, unfinished_identity
+from .checkpoint.load import read_config
 from .checkpoint.save import check_output, save_checkpoint
+from .expert_calibration import coverage, coverage_notes
 from .fp8_source import open_model, open_source
+from .linear_names import find_linears
 from .plan import Plan, make_plan, settled_recipe
 from .recipe import DTYPES, Recipe, WeightPass
 from .rotated_model import rotated_model
@@ -50,7 +53,7 @@ def quantize_model(
     same arguments, and gives the same bytes. `say` is handed what the user should know before the
     long work begins. Raises UserError before any of it for what cannot be done.
     """
-    if can_stream(recipe):
+    if can_stream(recipe) and not _stacks_experts(folder):
         return stream_quantize(folder, out, recipe, device, overwrite, restart, say)
     start = time.perf_counter()
     check_output(folder, out, overwrite)
@@ -74,11 +77,13 @@ def quantize_model(
     with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
             model, rows, worker, recipe.execution.order, recipe.execution.batch_size,
-            progress=lambda _: bar.update(),
+            recipe.calibration.all_experts, progress=lambda _: bar.update(),
         )  # fmt: skip
     reports = [journal.report(name) for name in steps]
     linears = {n: r for report in reports for n, r in report["linears"].items()}
     dropped = len(set().union(*(report["dropped_rows"] for report in reports)))
+    experts = coverage(linears)
+    notes += coverage_notes(experts)
     raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
     if raised:
         notes.append(f"damping was raised for {len(raised)} linears, first {raised[0]}")
@@ -89,7 +94,7 @@ def quantize_model(
         schemes={worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
         ignore=plan.untouched,
         report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
-                "dropped_rows": dropped, "linears": linears,
+                "dropped_rows": dropped, "linears": linears, "experts": experts,
                 "transforms": {n: r["transforms"] for n, r in zip(steps, reports, strict=True)},
                 "calibration": text._replace(text="")._asdict() if text else None},
         version=version("lowbit"),
@@ -112,6 +117,14 @@ def _open(
     if rotate is None:
         return plain, None
     return rotated_model(folder, rotate, dtype, device, open_source(folder), plain.config)
+
+
+def _stacks_experts(folder: Path) -> bool:
+    """Whether experts are stored in one tensor, which only the model can take apart."""
+    source = open_source(folder)
+    stacked = find_linears(source.info, read_config(folder)).stacked
+    source.close()
+    return bool(stacked)
 
 
 def _forward_dtype(
@@ -179,7 +192,9 @@ def _estimate(model: LayeredModel, plan: Plan, recipe: Recipe, rows: Tensor | No
 
 
 def _damping_raised(report: dict[str, Any], taken_by: WeightPass) -> bool:
-    return report.get("dampening_frac", 0) > taken_by.gptq.dampening_frac
+    """An expert's damping follows from its tokens."""
+    tried = taken_by.gptq.dampening_frac
+    return report.get("dampening_frac", 0) > tried and "routed_tokens" not in report
 
 
 def _name(dtype: torch.dtype) -> str:
