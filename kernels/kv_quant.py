@@ -153,10 +153,11 @@ def rotate_heads(x: Tensor) -> Tensor:
 def hadamard_matrix(size: int) -> Tensor:
     """Sylvester's, float32 [size, size], orthonormal; size: a power of two."""
     assert size > 0 and size & (size - 1) == 0, size
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * size**-0.5
+    with torch.inference_mode(False):  # it is kept for callers that want gradients too
+        matrix = torch.ones(1, 1)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return matrix * size**-0.5
 
 
 def _grouped(x: Tensor, fmt: KVFormat) -> tuple[Tensor, int]:
