@@ -7,14 +7,19 @@ Linears that engines run as one (q/k/v, gate/up, a layer's experts) take one sch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
 
+from torch import Tensor
+from tqdm import tqdm
+
+from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
+from .checkpoint.journal import Journal
 from .passes.budget import allocate, total_cost, total_size, uniform_choices
 from .passes.settings import BudgetSettings
 from .plan import Plan, PlannedLinear
-from .sensitivity import MeasuredLinear, Unit
+from .sensitivity import MeasuredLinear, Unit, measure_sensitivity
 from .spec import Group, LayerScheme, with_group_size
 
 FRONTIER = (2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75, 4.0, 4.5, 5.0, 6.0, 7.0)  # bits per weight
@@ -48,6 +53,28 @@ class BudgetReport:
     frontier: list[Point]
     uniform: dict[str, Point]
     units: list[UnitChoice]
+
+
+def budgeted_plan(
+    model: LayeredModel, plan: Plan, settings: BudgetSettings, rows: Tensor, journal: Journal
+) -> tuple[Plan, BudgetReport]:
+    """`plan` with the schemes chosen on the first of `rows`, int64 [rows, seq].
+
+    A resumed run takes what the journal says was chosen.
+    """
+    linears = candidate_linears(plan, settings)
+    known = journal.kept("budget")
+    if known is not None:
+        report = BudgetReport(**known)
+    else:
+        bar = tqdm(total=len(model.layers), desc="sensitivity", unit="layer", disable=None)
+        with bar:
+            units = measure_sensitivity(
+                model, rows[: settings.samples], linears, progress=lambda _: bar.update()
+            )
+        report = choose_schemes(units, linears, settings)
+        journal.keep("budget", asdict(report))
+    return with_chosen_schemes(plan, linears, report), report
 
 
 def candidate_linears(plan: Plan, settings: BudgetSettings) -> dict[str, MeasuredLinear]:

@@ -17,7 +17,7 @@ import yaml
 
 from ..kernels.errors import UserError
 from .config_reading import build, known_keys, mapping, plain
-from .passes.settings import at_least_one, one_of
+from .passes.settings import BudgetSettings, at_least_one, one_of
 from .recipe_passes import (
     STAGES,
     TRANSFORMS,
@@ -82,14 +82,18 @@ class Recipe:
     """An ordered list of passes, the calibration rows, and how the loop runs.
 
     Transforms come first, then weight quantizers (at most one a linear), then the cache's.
+    budget: each linear's bits and group size are chosen so that their mean keeps to it.
     """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: (WeightPass(),))
     calibration: Calibration = field(default_factory=Calibration)
     execution: Execution = field(default_factory=Execution)
+    budget: BudgetSettings | None = None
 
     def __post_init__(self) -> None:
         check_order(self.passes)
+        if self.budget is not None:
+            check_budget(self.passes)
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -113,6 +117,7 @@ class Recipe:
             "passes": [pass_to_dict(p) for p in self.passes],
             "calibration": plain(asdict(self.calibration)),
             "execution": plain(asdict(self.execution)),
+            **({} if self.budget is None else {"budget": plain(asdict(self.budget))}),
         }
 
     def to_yaml(self) -> str:
@@ -126,10 +131,12 @@ class Recipe:
         passes = data.get("passes", [{}])
         if not isinstance(passes, list):
             raise UserError("recipe: 'passes' must be a list")
+        budget = data.get("budget")
         return cls(
             passes=tuple(pass_from_dict(p, f"passes[{i}]") for i, p in enumerate(passes)),
             calibration=build(Calibration, data.get("calibration", {}), "calibration"),
             execution=build(Execution, data.get("execution", {}), "execution"),
+            budget=None if budget is None else build(BudgetSettings, budget, "budget"),
         )
 
     @classmethod
@@ -174,4 +181,17 @@ def check_order(passes: Sequence[Pass]) -> None:
         raise UserError(
             "'smoothquant' makes activations easier to quantize, but no pass quantizes them "
             f"(scheme {quantizers[0].scheme}); use awq, or a scheme such as W8A8"
+        )
+
+
+def check_budget(passes: Sequence[Pass]) -> None:
+    """UserError where the passes leave nothing for a bit budget to choose."""
+    quantizers = [p for p in passes if isinstance(p, WeightPass)]
+    if not quantizers:
+        raise UserError("a bit budget is for weights, but no pass quantizes any; add gptq or rtn")
+    floats = [p.scheme for p in quantizers if p.layer_scheme.weights.type == "float"]
+    if floats:
+        raise UserError(
+            f"a bit budget chooses the width of whole numbers, but {floats[0]} stores floats; take "
+            "a scheme like W4A16"
         )

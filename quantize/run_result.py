@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..calib.text import Text
+from .budget_plan import BudgetReport
 from .recipe import Recipe
 
 
@@ -14,7 +15,7 @@ class RunResult:
     """What a run did. dtype: of the forward passes (without any: of the arithmetic).
     resumed_layers: how many steps an earlier run had finished. relative_error: module -> output
     error over output energy (GPTQ only). pass_seconds: pass -> layer -> seconds spent in it, the
-    forward passes not counted."""
+    forward passes not counted. budget: what was chosen within a bit budget."""
 
     out: Path
     recipe: Recipe
@@ -26,3 +27,4 @@ class RunResult:
     relative_error: dict[str, float]
     seconds: float
     pass_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    budget: BudgetReport | None = None

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..calib.model import LayeredModel
 from ..calib.text import Text, load_text, load_tokenizer, token_rows
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
+from .budget_plan import budgeted_plan
 from .checkpoint.journal import Journal, source_identity, unfinished_identity
 from .checkpoint.load import read_config
 from .checkpoint.save import check_output, save_checkpoint
@@ -63,7 +65,8 @@ def quantize_model(
     plan = make_plan(model, recipe)
     model.check_shards()
     recipe = settled_recipe(recipe, plan)
-    rows, text = _calibration_rows(model, recipe) if recipe.needs else (None, None)
+    calibrated = bool(recipe.needs) or recipe.budget is not None
+    rows, text = _calibration_rows(model, recipe) if calibrated else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
     if text is not None:
@@ -72,12 +75,19 @@ def quantize_model(
         notes.append(f"resuming after {journal.resumed} finished layers")
     for note in [*notes, *_estimate(model, plan, recipe, rows)]:
         say(note)
+    budget = None
+    if recipe.budget is not None:
+        assert rows is not None, "a budget needs calibration rows"
+        plan, budget = budgeted_plan(model, plan, recipe.budget, rows, journal)
+        notes.append(plan.notes[-1])
+        say(notes[-1])
     worker = PassWorker(model, plan, journal, recipe.transforms)
     steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
     with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
-            model, rows, worker, recipe.execution.order, recipe.execution.batch_size,
-            recipe.calibration.all_experts, progress=lambda _: bar.update(),
+            model, rows if recipe.needs else None, worker, recipe.execution.order,
+            recipe.execution.batch_size, recipe.calibration.all_experts,
+            progress=lambda _: bar.update(),
         )  # fmt: skip
     reports = [journal.report(name) for name in steps]
     linears = {n: r for report in reports for n, r in report["linears"].items()}
@@ -96,6 +106,7 @@ def quantize_model(
         report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
                 "dropped_rows": dropped, "linears": linears, "experts": experts,
                 "transforms": {n: r["transforms"] for n, r in zip(steps, reports, strict=True)},
+                "budget": asdict(budget) if budget else None,
                 "calibration": text._replace(text="")._asdict() if text else None},
         version=version("lowbit"),
         changed=rotated.changed if rotated else (),
@@ -104,7 +115,7 @@ def quantize_model(
     return RunResult(
         out, recipe, notes, text, _name(dtype), journal.resumed, dropped,
         {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
-        time.perf_counter() - start, worker.seconds,
+        time.perf_counter() - start, worker.seconds, budget,
     )  # fmt: skip
 
 

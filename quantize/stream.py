@@ -6,18 +6,16 @@ chunks of rows. So memory is that of a chunk, whatever the size of the model, of
 single tensor, and any architecture will do whose tensors have the usual names. A run that was
 killed goes on after the last tensors that are known to be on disk.
 
-The bytes are those that the layer loop gives: chunks are cut where the search for scales cuts, and
-what the whole weight must tell (its peak, for one scale a tensor) is found in a pass before.
+The bytes are those that whole weights give, see stream_weights.py.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,39 +28,33 @@ from .checkpoint.compress import compress
 from .checkpoint.journal import Journal, source_identity
 from .checkpoint.load import read_config
 from .checkpoint.raw import (
-    RawTensor,
     Slot,
     raw_tensors,
-    read_raw,
     slot,
     split_shards,
-    tensor_bytes,
     write_index,
 )
 from .checkpoint.save import check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
 from .fp8_source import READABLE, FP8Source, open_source
-from .linear_names import LinearNames, find_linears, fused_peers
-from .passes.rtn import round_to_nearest, rtn_quantize
-from .passes.settings import RTNSettings
+from .linear_names import LinearNames, find_linears
 from .plan import Plan, PlannedLinear, plan_linears, settled_recipe
 from .quantized import Quantized, elements
-from .ranges import CHUNK_ELEMENTS as SEARCHED_TOGETHER
-from .ranges import QParams, ScaleStore, choose_qparams, scale_store
+from .ranges import scale_store
 from .recipe import Recipe, WeightPass
+from .recipe_passes import DATA_FREE
 from .run_result import RunResult
-from .spec import LayerScheme, QuantSpec, TensorWise
+from .spec import LayerScheme
+from .stream_weights import Converter, Job
 
-CHUNK_ELEMENTS = 1 << 24  # weights in memory at once: 64 MB as float32, and as much for temporaries
-ROWS_A_WORD = 32  # packed zero-points of so many rows fill whole words
-METHODS = ("rtn",)
 Say = Callable[[str], None]
 
 
 def can_stream(recipe: Recipe) -> bool:
-    """Whether every pass looks at weights alone and static scales of activations are not needed."""
-    return all(
-        isinstance(p, WeightPass) and p.method in METHODS and not _wants_inputs(p.layer_scheme)
+    """Whether every pass looks at weights alone, no static scales of activations are needed and no
+    budget has to be spent where it matters most."""
+    return recipe.budget is None and all(
+        isinstance(p, WeightPass) and p.method in DATA_FREE and not _wants_inputs(p.layer_scheme)
         for p in recipe.passes
     )
 
@@ -99,7 +91,7 @@ def stream_quantize(
         notes.append(f"resuming after {len(output.finished)} of {len(jobs)} tensors")
     for note in notes:
         say(note)
-    _convert(jobs, _Converter(source, plan, where), output)
+    _convert(jobs, Converter(source, plan, where), output)
     write_index(output.folder, shards)
     complete_checkpoint(
         folder, output.folder, out,
@@ -115,15 +107,6 @@ def stream_quantize(
         out, recipe, notes, None, "float32", len(output.finished), 0, {},
         time.perf_counter() - start,
     )  # fmt: skip
-
-
-class Job(NamedTuple):
-    """One tensor of the source. slots: where what becomes of it goes. raw: its bytes, where they
-    are copied as they are."""
-
-    name: str
-    slots: list[Slot]
-    raw: RawTensor | None
 
 
 def _wants_inputs(scheme: LayerScheme) -> bool:
@@ -208,7 +191,7 @@ def _empty(planned: PlannedLinear, model_dtype: torch.dtype) -> Quantized:
     )
 
 
-def _convert(jobs: list[Job], converter: _Converter, output: StreamOutput) -> None:
+def _convert(jobs: list[Job], converter: Converter, output: StreamOutput) -> None:
     total = sum(s.nbytes for job in jobs for s in job.slots)
     with tqdm(total=total, desc="quantizing", unit="B", unit_scale=True, disable=None) as bar:
         for job in jobs:
@@ -218,105 +201,3 @@ def _convert(jobs: list[Job], converter: _Converter, output: StreamOutput) -> No
                 output.finish(job.name)
             bar.update(sum(s.nbytes for s in job.slots))
     output.close()
-
-
-class _Converter:
-    """Turns tensors of the source into the bytes that are stored, piece by piece."""
-
-    def __init__(self, source: Shards | FP8Source, plan: Plan, device: torch.device) -> None:
-        self._source, self._plan, self._device = source, plan, device
-        self._peers = {n: peers for peers in fused_peers(list(plan.linears)) for n in peers}
-        self._peaks: dict[str, tuple[float, float]] = {}
-
-    def pieces(self, job: Job) -> Iterator[tuple[str, bytes]]:
-        """(tensor name, its next bytes) of what is stored for the source's tensor."""
-        module = job.name.removesuffix(".weight")
-        if job.raw is not None:
-            yield from ((job.name, data) for data in read_raw(job.raw))
-        elif module in self._plan.linears:
-            yield from self._quantized(job, module)
-        else:
-            columns = math.prod(self._source.info[job.name].shape[1:])
-            for part in self._parts(job.name, max(1, CHUNK_ELEMENTS // columns)):
-                yield job.name, tensor_bytes(part)
-
-    def _quantized(self, job: Job, module: str) -> Iterator[tuple[str, bytes]]:
-        planned = self._plan.linears[module]
-        heights = {s.name: s.shape[0] for s in job.slots}
-        shape_name = f"{module}.weight_shape"
-        given = self._given(module)
-        for number, part in enumerate(self._parts(job.name, _chunk_rows(planned))):
-            if not torch.isfinite(part).all():
-                raise UserError(
-                    f"'{job.name}' holds NaN or infinite values; download the model again"
-                )
-            q = _quantize(part, planned, self._source.info[job.name].dtype, given)
-            stored = compress(module, q, planned.scheme)
-            if shape_name in stored:
-                stored[shape_name] = torch.tensor(planned.shape, dtype=torch.int64)
-            for name, tensor in stored.items():
-                grows = tensor.shape[0] < heights[name]  # with the rows
-                if grows or number == 0:
-                    yield name, tensor_bytes(tensor)
-
-    def _given(self, module: str) -> ScaleStore | QParams | None:
-        """What the whole weight decides for each of its chunks."""
-        planned, dtype = self._plan.linears[module], self._source.info[f"{module}.weight"].dtype
-        spec = planned.scheme.weights
-        if spec.scale_dtype == "e4m3":  # one global scale for what engines run as one linear
-            ends = [self._range(peer) for peer in self._peers[module]]
-            return scale_store(torch.tensor(ends), spec, dtype)
-        if _whole_range(planned):
-            return choose_qparams(torch.tensor([self._range(module)]), spec, dtype)
-        return None
-
-    def _range(self, module: str) -> tuple[float, float]:
-        """Smallest and largest weight."""
-        if module not in self._peaks:
-            ends = [
-                torch.stack(part.aminmax()).tolist()
-                for part in self._parts(f"{module}.weight", _chunk_rows(self._plan.linears[module]))
-            ]
-            self._peaks[module] = min(e[0] for e in ends), max(e[1] for e in ends)
-        return self._peaks[module]
-
-    def _parts(self, name: str, rows: int) -> Iterator[Tensor]:
-        """The tensor in chunks of `rows`; the file maps are dropped after each."""
-        height = self._source.info[name].shape[0]
-        for start in range(0, height, rows):
-            yield self._source.get_rows(name, start, min(start + rows, height)).to(self._device)
-            self._source.close()
-
-
-def _quantize(
-    w: Tensor, planned: PlannedLinear, dtype: torch.dtype, given: ScaleStore | QParams | None
-) -> Quantized:
-    """Rows of a weight; dtype: the model's."""
-    spec = planned.scheme.weights
-    if isinstance(given, QParams):
-        return round_to_nearest(w.float(), spec, given)
-    return rtn_quantize(w.float(), spec, dtype, _rtn_settings(planned), given)
-
-
-def _rtn_settings(planned: PlannedLinear) -> RTNSettings:
-    return getattr(planned.taken_by, "rtn", RTNSettings())
-
-
-def _whole_range(planned: PlannedLinear) -> bool:
-    """Whether the range of the whole weight gives its one scale."""
-    one_scale = isinstance(planned.scheme.weights.granularity, TensorWise)
-    return one_scale and _rtn_settings(planned).scale_search == "minmax"
-
-
-def _chunk_rows(planned: PlannedLinear) -> int:
-    """Rows of a chunk: about CHUNK_ELEMENTS, whole blocks and words, cut where the search for
-    scales cuts too (its sums then have the same terms). One searched scale takes the whole weight.
-    """
-    rows, columns = planned.shape
-    spec: QuantSpec = planned.scheme.weights
-    if isinstance(spec.granularity, TensorWise) and not _whole_range(planned):
-        return rows
-    tall, wide = spec.block or (1, 1)
-    together = tall * max(1, SEARCHED_TOGETHER // (tall * -(-columns // wide) * wide))
-    unit = math.lcm(together, ROWS_A_WORD)
-    return unit * max(1, CHUNK_ELEMENTS // (unit * columns))

@@ -81,6 +81,15 @@ class Journal:
         _replace(self._report_file(layer), lambda p: write_text(p, json.dumps(report)))
         _replace(self.file(layer), lambda p: write_tensors(p, tensors))
 
+    def keep(self, name: str, value: dict[str, Any]) -> None:
+        """Record what was decided before the first layer, as plain JSON values."""
+        _replace(self.folder / f"{name}.decided.json", lambda p: write_text(p, json.dumps(value)))
+
+    def kept(self, name: str) -> dict[str, Any] | None:
+        """What `keep` was given; None before."""
+        path = self.folder / f"{name}.decided.json"
+        return _read_json(path) if path.exists() else None
+
     def remove(self) -> None:
         if self.folder.exists():
             shutil.rmtree(self.folder)
