@@ -154,7 +154,8 @@ def _all_tensors(
     for name in source.names():
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in quantized:
-            held = sorted(of_module.pop(module), key=lambda t: t.name)
+            held = [t for t in of_module.pop(module) if t.name == name or t.name not in source]
+            held.sort(key=lambda t: t.name)  # a changed bias has its own place
             tensors += held
             for t in held:
                 del stored[t.name]
