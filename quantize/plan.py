@@ -83,7 +83,7 @@ def plan_linears(
             )
         shapes = {n: _shape({**inner, **outer}[n]) for n in names}
         scheme, note = settle_group_size(taken_by, shapes)
-        notes += [note] if note else []
+        notes += [note] if note and recipe.budget is None else []
         linears |= {n: PlannedLinear(taken_by, scheme, shapes[n]) for n in names}
     untouched = [n for n in {**inner, **outer} if n not in linears]
     return Plan(linears, untouched, notes)

@@ -62,8 +62,17 @@ def run(
     all_experts: Annotated[
         bool | None,
         _option(
-            "those routed to it", "Calibrate each expert on all tokens.",
+            "those routed to it",
+            "Calibrate each expert on all tokens.",
             "--all-experts/--routed-experts",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        _option(
+            "none",
+            "Mean bits per weight, scales counted: each linear's bits and group size are chosen "
+            "by measured sensitivity.",
         ),
     ] = None,
     kv: Annotated[
@@ -72,7 +81,7 @@ def run(
     settings: Annotated[
         list[str] | None,
         _option(
-            "none", "A setting of a method: gptq.block_size=32, awq.n_grid=10 (repeat).", "--set"
+            "none", "A setting of a method: gptq.block_size=32, budget.samples=8 (repeat).", "--set"
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -129,6 +138,7 @@ def run(
             "targets": targets or None, "ignore": ignore or None,
         },
         kv=kv,
+        budget=budget,
         settings=settings or [],
         gptq={
             "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
@@ -161,12 +171,13 @@ def build_recipe(
     calibration: dict[str, Any],
     execution: dict[str, Any],
     kv: str | None = None,
+    budget: float | None = None,
     settings: Sequence[str] = (),
 ) -> Recipe:
     """The recipe file (or the defaults) with every option that is not None put in its place.
 
-    settings: "method.name=value", for the pass of that method. UserError when an option of a pass
-    is given beside a recipe of several weight quantizers.
+    settings: "method.name=value", for the pass of that method or for the budget. UserError when an
+    option of a pass is given beside a recipe of several weight quantizers.
     """
     data = (Recipe() if base is None else Recipe.from_yaml(base)).to_dict()
     given = _given(weight_pass)
@@ -180,12 +191,17 @@ def build_recipe(
                 transform.update(where)
     for name, value in _given(gptq).items():
         _put_setting(data["passes"], "gptq", name, value)
+    if budget is not None:
+        data["budget"] = {**(data.get("budget") or {}), "bits": budget}
     for setting in settings:
         key, equals, text = setting.partition("=")
         method, dot, name = key.partition(".")
         if not (equals and dot and method and name):
             raise UserError(f"--set takes METHOD.NAME=VALUE, got '{setting}'")
-        _put_setting(data["passes"], method, name, yaml.safe_load(text))
+        if method == "budget":
+            data["budget"] = {**(data.get("budget") or {}), name: yaml.safe_load(text)}
+        else:
+            _put_setting(data["passes"], method, name, yaml.safe_load(text))
     if kv is not None:
         data["passes"] = [p for p in data["passes"] if p["method"] != "kv_cache"]
         data["passes"].append({"method": "kv_cache", "kv_cache": {"format": kv}})
@@ -258,8 +274,17 @@ def _show(result: RunResult, as_json: bool) -> None:
             "dtype": result.dtype, "notes": result.notes, "size": size._asdict(),
             "resumed_layers": result.resumed_layers, "dropped_rows": result.dropped_rows,
             "relative_error": errors, "pass_seconds": result.pass_seconds,
+            "budget": result.budget,
         })  # fmt: skip
         return
+    if result.budget is not None:
+        from rich.console import Console
+
+        from .budget_table import choice_table, frontier_table
+
+        terminal = Console(stderr=True)
+        terminal.print(frontier_table(result.budget))
+        terminal.print(choice_table(result.budget))
     say(
         f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, "
         f"{size.quantized_bits_per_weight:.3f} bits per quantized weight, {result.seconds:.0f} s"
