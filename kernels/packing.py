@@ -2,8 +2,9 @@
 
 The compressed-tensors bitstream: code i of a row occupies bits [i*b, (i+1)*b) of a dense
 little-endian stream, cut into int32 words; the stored value is code + 2^(b-1). A row of n codes
-takes ceil(n*b/32) words, the unused top bits are zero. 32 codes fill exactly b words, so rows are
-handled in chunks of 32 codes. Elements of 4-bit floats are packed two to a byte.
+takes ceil(n*b/32) words, the unused top bits are zero. 32 codes fill exactly b words and 8 codes b
+bytes, so rows are padded to chunks of 32 and handled by eights, as bytes (of a little-endian
+machine, as everywhere that torch runs). Elements of 4-bit floats are packed two to a byte.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ def pack_bits(codes: Tensor, num_bits: int) -> Tensor:
     """Signed int8 codes [rows, n] to int32 words [rows, ceil(n*b/32)]; 1 <= num_bits <= 8."""
     _check_bits(num_bits)
     rows, n = codes.shape
-    padded = -(-n // CHUNK) * CHUNK
-    unsigned = torch.zeros(rows, padded, dtype=torch.int64, device=codes.device)
-    unsigned[:, :n] = codes.to(torch.int64) + (1 << (num_bits - 1))
-    chunks = unsigned.view(rows, -1, CHUNK)
-    words = torch.zeros(rows, chunks.shape[1], num_bits, dtype=torch.int64, device=codes.device)
-    for i in range(CHUNK):
-        word, offset = divmod(i * num_bits, 32)
-        words[..., word] |= chunks[..., i] << offset
-        if offset + num_bits > 32:
-            words[..., word + 1] |= chunks[..., i] >> (32 - offset)
-    words = (words & 0xFFFFFFFF).reshape(rows, -1)[:, : packed_words(n, num_bits)]
-    return _to_int32(words)
+    unsigned = torch.zeros(rows, -(-n // CHUNK) * CHUNK, dtype=torch.uint8, device=codes.device)
+    torch.add(codes.view(torch.uint8), 1 << (num_bits - 1), out=unsigned[:, :n])
+    eights = unsigned.view(rows, -1, 8)
+    packed = torch.zeros(*eights.shape[:2], num_bits, dtype=torch.uint8, device=codes.device)
+    for i in range(8):
+        byte, offset = divmod(i * num_bits, 8)
+        packed[..., byte] |= eights[..., i] << offset
+        if offset + num_bits > 8:
+            packed[..., byte + 1] |= eights[..., i] >> (8 - offset)
+    words = packed.view(rows, -1).view(torch.int32)
+    return words[:, : packed_words(n, num_bits)].contiguous()
 
 
 def unpack_bits(words: Tensor, num_bits: int, columns: int) -> Tensor:
@@ -43,18 +43,19 @@ def unpack_bits(words: Tensor, num_bits: int, columns: int) -> Tensor:
     rows, stored = words.shape
     assert stored == packed_words(columns, num_bits), (stored, columns, num_bits)
     chunks = -(-columns // CHUNK)
-    padded = torch.zeros(rows, chunks * num_bits, dtype=torch.int64, device=words.device)
-    padded[:, :stored] = words.to(torch.int64) & 0xFFFFFFFF
-    grouped = padded.view(rows, chunks, num_bits)
-    codes = torch.empty(rows, chunks, CHUNK, dtype=torch.int8, device=words.device)
-    mask, half = (1 << num_bits) - 1, 1 << (num_bits - 1)
-    for i in range(CHUNK):
-        word, offset = divmod(i * num_bits, 32)
-        value = grouped[..., word] >> offset
-        if offset + num_bits > 32:
-            value = value | (grouped[..., word + 1] << (32 - offset))
-        codes[..., i] = ((value & mask) - half).to(torch.int8)
-    return codes.view(rows, -1)[:, :columns].contiguous()
+    padded = torch.zeros(rows, chunks * num_bits, dtype=torch.int32, device=words.device)
+    padded[:, :stored] = words
+    packed = padded.view(torch.uint8).view(rows, -1, num_bits)
+    codes = torch.empty(rows, chunks * CHUNK // 8, 8, dtype=torch.uint8, device=words.device)
+    for i in range(8):
+        byte, offset = divmod(i * num_bits, 8)
+        value = packed[..., byte] >> offset
+        if offset + num_bits > 8:
+            value |= packed[..., byte + 1] << (8 - offset)
+        codes[..., i] = value
+    codes &= (1 << num_bits) - 1
+    codes -= 1 << (num_bits - 1)
+    return codes.view(torch.int8).view(rows, -1)[:, :columns].contiguous()
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -75,11 +76,6 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     index = nibbles & 7
     bits = torch.where(index < 2, index * 0x30, (index + 12) << 2) | ((nibbles & 8) << 4)
     return bits.view(torch.float8_e4m3fn)
-
-
-def _to_int32(words: Tensor) -> Tensor:
-    """Unsigned 32-bit values held in int64 to the int32 with the same bits."""
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def _check_bits(num_bits: int) -> None:
