@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli import app
-from lowbit.quantize.passes.settings import GPTQSettings
+from lowbit.quantize.passes.settings import BudgetSettings, GPTQSettings
 from lowbit.quantize.recipe import (
     DTYPES,
     Calibration,
@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 FLAG_OF = {"source": "calib"}  # fields whose flag has another name
 NOT_OF_THE_RECIPE = {
     "model", "out", "device", "recipe", "dump_recipe", "overwrite", "restart", "as_json", "help",
-    "kv", "settings",
+    "kv", "budget", "settings",
 }  # fmt: skip
 NAMES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
 COUNTS = st.integers(1, 2**40)
@@ -137,7 +137,7 @@ def test_every_field_has_an_option_and_every_option_a_field() -> None:
     assert options == {FLAG_OF.get(name, name) for _, name in ALL}
     for owner, table in VALUES.items():
         assert {f.name for f in fields(owner)} - set(QUANTIZERS) == set(table)
-    assert {f.name for f in fields(Recipe)} == {"passes", "calibration", "execution"}
+    assert {f.name for f in fields(Recipe)} == {"passes", "calibration", "execution", "budget"}
 
 
 def test_a_chain_of_methods_is_a_list_of_passes() -> None:
@@ -148,6 +148,14 @@ def test_a_chain_of_methods_is_a_list_of_passes() -> None:
     assert awq.ignore == gptq.ignore == ("re:.*down_proj",)
     assert isinstance(kv, KVCachePass) and kv.kv_cache.format == "int8"
     assert [p.method for p in dump("--method=rotate").passes] == ["rotate", "rtn"]
+
+
+def test_a_budget_is_a_number_and_settings() -> None:
+    assert dump("--scheme=W3A16").budget is None
+    made = dump("--budget=3.5", "--set=budget.num_bits=[3, 4]").budget
+    assert made == BudgetSettings(3.5, num_bits=(3, 4))
+    with pytest.raises(UserError, match="stores floats"):
+        dump("--scheme=FP8", "--budget=3.5")
 
 
 def test_settings_of_every_method_can_be_given() -> None:
