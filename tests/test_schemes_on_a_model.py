@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,10 +51,10 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def by_transformers(folder: Path):
+def by_transformers(folder: Path) -> Any:
     """The float32 model. compressed-tensors 0.20.1 dequantizes formats with 8-bit scales to
     bfloat16, which transformers then cannot multiply with float32 inputs: it is cast back."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.hf_quantizer.compressor.decompress_model(model)
     return torch.nn.Module.float(model)
 
