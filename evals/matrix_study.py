@@ -23,7 +23,7 @@ from . import peers
 from .matrix_rows import MatrixRow, PeerRow
 from .matrix_table import Result
 from .measure import measure_models, plan_windowing
-from .process_cost import CommandFailed, ProcessCost, run_command
+from .process_cost import CommandFailed, run_command
 from .report import Report, Row
 
 BASE = "base"
@@ -68,7 +68,7 @@ class ModelStudy:
             if self._result_file(row).exists():
                 continue
             try:
-                if not self._cost_file(row).exists():
+                if _needs_a_run(row) and not self._cost_file(row).exists():
                     self._make(row, pythons)
             except CommandFailed as e:
                 self._keep(row, error=str(e))
@@ -77,8 +77,7 @@ class ModelStudy:
             if len(waiting) == self.settings.together:
                 self._measure(waiting)
                 waiting = []
-        if waiting:
-            self._measure(waiting)
+        self._measure(waiting)
 
     def forget(self, keys: Sequence[str]) -> None:
         """Throw the results of `keys` away."""
@@ -130,19 +129,38 @@ class ModelStudy:
         return path
 
     def _measure(self, rows: Sequence[MatrixRow | PeerRow]) -> None:
+        """Measure rows together; where that fails, one by one, to know which cannot be measured."""
+        try:
+            if rows:
+                self._measure_together(rows)
+        except UserError as e:
+            if len(rows) == 1:
+                self._keep(rows[0], error=str(e))
+                return
+            for row in rows:
+                self._measure([row])
+
+    def _measure_together(self, rows: Sequence[MatrixRow | PeerRow]) -> None:
         """Measure checkpoints in one pass beside the original, keep the results, remove them."""
         text = self._evaluation_text()
         s = self.settings
         folders = {row.key: self._checkpoint(row) for row in rows}
+        caches = {row.key: row.kv for row in rows if isinstance(row, MatrixRow) and row.kv}
         windowing = plan_windowing([self.model], s.ctx, windows=s.windows)
         report = measure_models(
-            {BASE: self.model, **folders}, text, windowing, base=BASE, dtype=s.dtype
+            {BASE: self.model, **folders},
+            text,
+            windowing,
+            base=BASE,
+            dtype=s.dtype,
+            kv=caches,
         )
         write_json(self.folder / "protocol.json", _protocol(report))
         measured = {row.name: row for row in report.rows}
         for row in rows:
             self._keep(row, measured[row.key], measured[BASE])
-            shutil.rmtree(self._checkpoint(row))
+            if _needs_a_run(row):
+                shutil.rmtree(self._checkpoint(row))
 
     def _keep(
         self,
@@ -155,7 +173,7 @@ class ModelStudy:
         tool = row.tool if isinstance(row, PeerRow) else None
         result = Result(row.key, row.family, row.method, tool, error=error)
         if measured is not None and base is not None and measured.divergence is not None:
-            cost = ProcessCost(**read_json(self._cost_file(row)))
+            cost = read_json(self._cost_file(row)) if _needs_a_run(row) else {}
             result = replace(
                 result,
                 perplexity=measured.perplexity.perplexity,
@@ -164,7 +182,7 @@ class ModelStudy:
                 kld_stderr=measured.divergence.kld_mean_stderr,
                 top1=measured.divergence.top1,
                 bits=measured.size.quantized_bits_per_weight,
-                **cost._asdict(),
+                **cost,
             )
         write_json(self._result_file(row), asdict(result))
 
@@ -193,6 +211,9 @@ class ModelStudy:
         write_json(path, here)
 
     def _checkpoint(self, row: MatrixRow | PeerRow) -> Path:
+        """What is measured: the model itself where the cache alone is quantized."""
+        if not _needs_a_run(row):
+            return self.model
         return self._scratch / file_name(row.key)
 
     def _cost_file(self, row: MatrixRow | PeerRow) -> Path:
@@ -201,6 +222,11 @@ class ModelStudy:
 
     def _result_file(self, row: MatrixRow | PeerRow) -> Path:
         return self.folder / f"{file_name(row.key)}.result.json"
+
+
+def _needs_a_run(row: MatrixRow | PeerRow) -> bool:
+    """Whether the row has a checkpoint of its own."""
+    return isinstance(row, PeerRow) or row.kv is None
 
 
 def file_name(key: str) -> str:

@@ -61,13 +61,14 @@ def measure_models(
     dtype: str = "auto",
     device: str = "auto",
     speed: SpeedPlan | None = None,
-    kv: str = "auto",
+    kv: str | Mapping[str, str] = "auto",
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
 
     The base's tokenizer is used for all (else the first model's). `kv`: a format of the KV cache
-    (quantize/kv_names.py) for all models but the base, "auto" for what each checkpoint says.
+    (quantize/kv_names.py) for all models but the base or, by name, for some; "auto" for what each
+    checkpoint says.
     Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
     start = time.perf_counter()
@@ -79,7 +80,8 @@ def measure_models(
     ids = tokenize(text.text, tokenizer, windowing.tokens)
     windows = cut_windows(ids, windowing, tokenizer.bos_token_id)
     sizes = {name: size_report(folder) for name, folder in folders.items()}
-    caches = {name: "auto" if name == base else kv for name in folders}
+    given = dict.fromkeys(folders, kv) if isinstance(kv, str) else kv
+    caches = {name: "auto" if name == base else given.get(name, "auto") for name in folders}
     scorers = {
         name: load_scorer(folder, dtype, where, caches[name]) for name, folder in folders.items()
     }

@@ -171,3 +171,31 @@ def test_a_command_s_own_peak_is_counted_and_its_failure_shown(tmp_path: Path) -
     del ballast
     with pytest.raises(CommandFailed, match="exit code 3: boom"):
         run_command([sys.executable, "-c", "print('boom'); raise SystemExit(3)"], tmp_path / "log")
+
+
+def test_a_row_of_the_cache_alone_measures_the_model_itself(
+    tiny, story, runs, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "m"
+    arguments = ["--models", str(tiny), "--calib", str(story), "--text", str(story), "--fast"]
+    monkeypatch.setattr(
+        sys, "argv", ["matrix", *arguments, "--out", str(out), "--rows", "KV/int8,KV/int4_token"]
+    )
+    accuracy_matrix.main()
+    results = json.loads((out / "matrix.json").read_text())["tiny"]["results"]
+    assert runs == [] and (tiny / "config.json").exists()
+    assert 0 < results["KV/int8"]["kld"] < results["KV/int4_token"]["kld"]
+
+
+def test_one_that_cannot_be_measured_leaves_the_others(
+    tiny, story, runs, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "m"
+    broken = out / "tiny" / "checkpoints" / "W4A16-g64__rtn"
+    copied(tiny, broken)
+    (broken / "model.safetensors").write_bytes(b"not a shard")
+    (out / "tiny" / "W4A16-g64__rtn.cost.json").write_text("{}")
+    assert matrix(monkeypatch, tiny, story, out) == 1
+    results = json.loads((out / "matrix.json").read_text())["tiny"]["results"]
+    assert "damaged" in results["W4A16-g64/rtn"]["error"]
+    assert results["W4A16-g64/gptq"]["kld"] > 0
