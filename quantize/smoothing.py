@@ -32,6 +32,7 @@ from .spec import Channel, Group, QuantSpec, TensorWise
 if TYPE_CHECKING:
     from .worker import PassWorker
 
+LEAST_ENERGY = 0.01  # share of the mean energy that every column is given
 QUERY_OR_KEY = re.compile(r"(q|k|qk|qkv|W?qkv|query|key)(_|$)")  # AWQ leaves their ranges alone
 
 
@@ -66,6 +67,11 @@ class Problem(NamedTuple):
 
     def hessian(self) -> Tensor:
         return self.group.statistics["hessian"].mean()
+
+    def energy(self) -> Tensor:
+        """Mean square of the input, float32 [in]; never zero."""
+        diagonal = self.hessian().diagonal()
+        return diagonal + LEAST_ENERGY * diagonal.mean()
 
     def fake_quantize(self, w: Tensor) -> Tensor:
         return fake_quantize(w, self.spec, self.scale_dtype)
@@ -148,7 +154,10 @@ class AWQ(_Smoothing):
     def _choose(self, problem: Problem) -> tuple[Tensor, dict[str, Any]]:
         settings = self._transform.awq
         if settings.search == "convex":
-            return balanced_scales([weight_rounding(problem)], problem.fold.columns), {}
+            by_gptq = problem.planned.taken_by.method == "gptq"
+            energy = energy_under_gptq(problem) if by_gptq else problem.energy()
+            rounding = weight_rounding(problem, energy)
+            return balanced_scales([rounding], problem.fold.columns), {}
         weights = list(problem.weights.values())
         if settings.loss == "output":
             loss = BlockLoss(problem.layer, problem.group, problem.calls, problem.fold, settings)
@@ -198,7 +207,8 @@ class SmoothQuant(_Smoothing):
             return smooth_scales(x, w, settings.alpha), {"alpha": settings.alpha}
         if settings.search == "convex":
             inputs = input_rounding(problem, stacked)
-            return balanced_scales([weight_rounding(problem), *inputs], columns), {}
+            rounding = weight_rounding(problem, problem.energy())
+            return balanced_scales([rounding, *inputs], columns), {}
         activations = problem.planned.scheme.input_activations
 
         def round_input(x: Tensor) -> Tensor:
@@ -215,23 +225,21 @@ class SmoothQuant(_Smoothing):
         return choice.scales, {"alpha": choice.alpha, "loss_ratio": ratio}
 
 
-def weight_rounding(problem: Problem) -> Rounding:
-    """What rounding the weights costs.
+def energy_under_gptq(problem: Problem) -> Tensor:
+    """The energy, float32 [in], that an error in a column meets if GPTQ rounds.
 
-    The energy that an error in a column meets is the input's mean square. GPTQ lets later columns
-    make up for errors, so only the part of an input that the later ones do not tell is left, the
-    conditional variance 1 / U_jj^2; as its scales are chosen before that, for errors that are not
-    made up for yet, the geometric mean of both ranks scales best (docs/log.md).
+    GPTQ lets later columns make up for an error, so of an input only what later ones do not
+    tell is left, the conditional variance 1 / U_jj^2. But its scales are chosen for errors that
+    nothing makes up for: the geometric mean of both energies gave the least error.
     """
-    hessian = problem.hessian()
-    if problem.planned.taken_by.method == "gptq":
-        factor = factor_hessian(hessian, problem.planned.taken_by.gptq)
-        conditional = torch.empty_like(factor.diagonal)
-        conditional[factor.order] = factor.u.diagonal().square().reciprocal()
-        energy = (conditional * factor.diagonal).sqrt()
-    else:
-        diagonal = hessian.diagonal()
-        energy = diagonal + 0.01 * diagonal.mean()
+    factor = factor_hessian(problem.hessian(), problem.planned.taken_by.gptq)
+    conditional = torch.empty_like(factor.diagonal)
+    conditional[factor.order] = factor.u.diagonal().square().reciprocal()
+    return (conditional * factor.diagonal).sqrt()
+
+
+def weight_rounding(problem: Problem, energy: Tensor) -> Rounding:
+    """What rounding the weights costs, under the energy of their inputs."""
     values = torch.cat([_groups(w, problem.spec) for w in problem.weights.values()])
     return rounding_of(values, energy, levels(problem.spec))
 
