@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..calib.experts import SplitExperts
 from ..calib.model import LayerCall, forward_layer
 
 TOLERANCE = 1e-4  # relative change of a layer's output by a fold; exact but for summation order
@@ -153,6 +154,7 @@ class _Trace:
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         names = {module: name for name, module in self.modules.items()}
+        self._experts = [n for n, m in self.modules.items() if isinstance(m, SplitExperts)]
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
@@ -165,6 +167,11 @@ class _Trace:
     def linears(self) -> list[str]:
         """Names of the linears that were called, in order."""
         return [n for n in self.inputs if isinstance(self.modules[n], nn.Linear)]
+
+    def expert_of(self, name: str) -> str:
+        """Name of the expert that the module is part of, "" outside of experts."""
+        path = next((p for p in self._experts if name.startswith(f"{p}.")), None)
+        return "" if path is None else f"{path}.{name[len(path) + 1 :].partition('.')[0]}"
 
     def biased(self, name: str) -> bool:
         return getattr(self.modules[name], "bias", None) is not None
@@ -235,7 +242,8 @@ def _find_fold(trace: _Trace, group: Sequence[str]) -> Fold | NoFold:
             return Fold(readers, name, added, trace.biased(name), channels, channels)
     before = trace.linears()
     before = before[: before.index(readers[0])]
-    for name in reversed(before):
+    expert = trace.expert_of(readers[0])  # an expert's linears feed none but their own kind
+    for name in reversed([n for n in before if trace.expert_of(n) == expert]):
         fold = _linear_fold(trace, name, readers)
         if fold is not None:
             return fold
