@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.affine import stored_scale_value
-from ..kernels.elements import E4M3_MAX, E8M0_BIAS, Elements, mx_exponents
+from ..kernels.elements import E4M3, E4M3_MAX, E8M0_BIAS, Elements, mx_exponents
 from ..kernels.errors import UserError
 from .quantized import elements
 from .spec import Block, Channel, Group, QuantSpec, TensorWise
 
 SHRINK_GRID = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)  # share of the full range that is kept
 FLOAT_SHRINK_GRID = (1.15, 1.08, 1.0, 0.92, 0.85, 0.78, 0.7, 0.62)  # floats have finer low steps
+# E4M3's relative error repeats with every power of two: what counts is where in an octave the weights
+# of most weight lie, and there is no need to clip
+OCTAVE_GRID = tuple(2 ** (i / 16) for i in range(16))
 REFITS = 2
 CHUNK_ELEMENTS = 1 << 18  # elements of a row chunk: keeps the search's temporaries in cache
 
@@ -171,7 +174,7 @@ def _search_symmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleSt
     search = _Search(groups, h, codes, store, None)
     if codes.lowest == -codes.highest:
         peak = torch.maximum(top, -bottom)
-        for share in FLOAT_SHRINK_GRID:
+        for share in _float_grid(codes, store):
             search.offer(store.round(peak * (share / codes.highest)))
         if store.dtype == torch.uint8:
             search.offer(store.round(_full_scale(peak, codes.highest, codes, store)))
@@ -182,6 +185,13 @@ def _search_symmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleSt
         for scale in (longer * (share / codes.lowest), longer * (share / -codes.highest)):
             search.offer(store.round(scale))
     return QParams(search.refit(), None)
+
+
+def _float_grid(codes: Elements, store: ScaleStore) -> tuple[float, ...]:
+    """Shares of the range that are tried. A power of two moves E4M3 to numbers that are as dense."""
+    if codes is E4M3:
+        return (1.0,) if store.dtype == torch.uint8 else OCTAVE_GRID
+    return FLOAT_SHRINK_GRID
 
 
 def _search_asymmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleStore) -> QParams:
