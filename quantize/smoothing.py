@@ -19,7 +19,8 @@ from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import first_row
 from .activations import fake_quantize_input, input_scale_of_peak
 from .block_loss import BlockLoss
-from .folds import Fold, NoFold, apply_fold, find_folds
+from .fold_search import find_folds
+from .folds import Fold, NoFold, apply_fold
 from .passes.awq import clip_weight, fake_quantize, grid_scales, hessian_loss
 from .passes.balance import Rounding, balanced_scales, rounding_of
 from .passes.gptq import factor_hessian

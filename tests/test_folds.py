@@ -11,7 +11,8 @@ import pytest
 import torch
 from lowbit.calib.model import LayerCall, LayeredModel, forward_layer
 from lowbit.calib.stops import first_row
-from lowbit.quantize.folds import Fold, NoFold, apply_fold, find_folds, powers_of_two
+from lowbit.quantize.fold_search import find_folds
+from lowbit.quantize.folds import Fold, NoFold, apply_fold, powers_of_two
 from lowbit.quantize.layer_weights import LayerWeights
 from torch import Tensor, nn
 from transformers import OPTConfig
