@@ -259,6 +259,8 @@ def _stackable(planned: PlannedLinear) -> bool:
 
 def split_rows(q: Quantized, heights: list[int]) -> list[Quantized]:
     """A stacked weight as its parts of `heights` rows."""
+    if len(heights) == 1:  # whose scales may span rows
+        return [q]
     zero_points = [None] * len(heights) if q.zero_point is None else q.zero_point.split(heights)
     parts = zip(q.codes.split(heights), q.scale.split(heights), zero_points, strict=True)
     return [q._replace(codes=codes, scale=scale, zero_point=zero) for codes, scale, zero in parts]
