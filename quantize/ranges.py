@@ -24,8 +24,8 @@ from .spec import Block, Channel, Group, QuantSpec, TensorWise
 
 SHRINK_GRID = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52)  # share of the full range that is kept
 FLOAT_SHRINK_GRID = (1.15, 1.08, 1.0, 0.92, 0.85, 0.78, 0.7, 0.62)  # floats have finer low steps
-# E4M3's relative error repeats with every power of two: what counts is where in an octave most of the
-# energy lies, and there is no need to clip
+# E4M3's relative error repeats with every power of two: what counts is where in an octave most of
+# the energy lies, and there is no need to clip
 OCTAVE_GRID = tuple(2 ** (i / 16) for i in range(16))
 REFITS = 2
 CHUNK_ELEMENTS = 1 << 18  # elements of a row chunk: keeps the search's temporaries in cache
