@@ -118,10 +118,12 @@ def _run(args: argparse.Namespace) -> list[str]:
     rows = chosen_rows([name for name in args.rows.split(",") if name])
     pythons = _pythons(args.peer)
     every = [*rows, *peers_of(list(pythons), {row.family for row in rows})]
-    sizes = {name: getattr(args, name) for name in ("samples", "seq_len", "windows", "ctx")}
+    asked = {name: getattr(args, name) for name in FAST}
+    sizes = FAST if args.fast else asked
     settings = Settings(
-        args.calib, args.text, **(FAST if args.fast else sizes), together=args.together
-    )
+        args.calib, args.text, sizes["samples"], sizes["seq_len"], sizes["windows"], sizes["ctx"],
+        together=args.together,
+    )  # fmt: skip
     studies, failed = [], []
     for model in args.models:
         study = ModelStudy(model, args.out / model.name, settings)

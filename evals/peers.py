@@ -57,6 +57,7 @@ def _grouped(scheme: str, size: int) -> dict[str, Any]:
     from compressed_tensors.quantization import preset_name_to_scheme
 
     preset = preset_name_to_scheme(scheme, ["Linear"])
+    assert preset.weights is not None, scheme
     preset.weights.group_size = size
     return {"config_groups": {"group_0": preset}, "ignore": ["lm_head"]}
 
@@ -122,7 +123,8 @@ def auto_round(scheme: str, group_size: int, iters: int) -> Callable[[str, Rows,
 
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        batches = DataLoader([{"input_ids": torch.tensor(row)} for row in rows], BATCH_SIZE)
+        items: Any = [{"input_ids": torch.tensor(row)} for row in rows]
+        batches = DataLoader(items, BATCH_SIZE)
         quantizer = AutoRound(
             loaded, tokenizer=tokenizer, scheme=scheme, group_size=group_size, iters=iters,
             dataset=batches, nsamples=len(rows), seqlen=len(rows[0]), batch_size=BATCH_SIZE,

@@ -116,6 +116,7 @@ def choose_schemes(
         uniform={
             scheme_name(key): point(total_size(options, c), total_cost(options, c))
             for key, c in uniform_choices(options).items()
+            if isinstance(key, LayerScheme)
         },
         units=[
             _unit_choice(unit, i, linears) for unit, i in zip(units, chosen.choice, strict=True)
