@@ -25,13 +25,14 @@ from .ct_config import scheme_for_module, schemes_from_config
 class Checkpoint:
     """A model folder opened for reading.
 
-    `config`: config.json as a dict. `schemes`: name -> LayerScheme of every quantized linear.
+    `config`: config.json as a dict. `schemes`: name -> LayerScheme of every quantized linear. A
+    fine-grained FP8 checkpoint is the model that it stands for, see quantize/fp8_source.py.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.shards: TensorSource = Shards(self.folder)
         self.config = read_config(self.folder)
+        self.shards: TensorSource = self._tensors()
         self.schemes: dict[str, LayerScheme] = self._find_schemes()
 
     def quantized(self, module: str, device: str | torch.device = "cpu") -> Quantized:
@@ -79,6 +80,15 @@ class Checkpoint:
         split_experts(model)
         self.shards = by_expert(model, self.shards)
         return model
+
+    def _tensors(self) -> TensorSource:
+        if (self.config.get("quantization_config") or {}).get("quant_method") != "fp8":
+            return Shards(self.folder)
+        from ..fp8_source import FP8Source  # slow: transformers
+
+        source = FP8Source(self.folder)
+        del self.config["quantization_config"]
+        return source
 
     def _find_schemes(self) -> dict[str, LayerScheme]:
         quantization = self.config.get("quantization_config")
