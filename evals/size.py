@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-from ..calib.shards import Shards
+from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
 from ..quantize.checkpoint.load import Checkpoint, read_config
 
@@ -53,7 +53,7 @@ def size_report(folder: str | Path) -> SizeReport:
     )
 
 
-def _bytes_only(shards: Shards) -> SizeReport:
+def _bytes_only(shards: TensorSource) -> SizeReport:
     files = {info.file for info in shards.info.values()}
     tensor_bytes = sum(info.nbytes for info in shards.info.values())
     shards.close()
