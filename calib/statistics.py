@@ -59,37 +59,42 @@ class Hessian:
 
 
 class ChannelRange:
-    """Of each input column over all tokens: `peak`, the largest |x|, and `mean_abs`, its mean, both
-    float32 [in]."""
+    """Of each input column over all tokens: `peak`, the largest |x|, `mean_abs`, its mean, and
+    `mean_square`, all float32 [in]."""
 
     def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
         self.peak = torch.zeros(in_features, device=device)
-        self._sum = torch.zeros(in_features, device=device)
+        self._sum, self._square_sum = torch.zeros_like(self.peak), torch.zeros_like(self.peak)
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
         self.tokens += flat.shape[0]
         for chunk in flat.split(TOKENS_A_CHUNK) if len(flat) else ():
-            magnitude = chunk.abs()
-            torch.maximum(self.peak, magnitude.amax(0).float(), out=self.peak)
-            self._sum += magnitude.sum(0, dtype=torch.float32)
+            magnitude = chunk.float().abs()
+            torch.maximum(self.peak, magnitude.amax(0), out=self.peak)
+            self._sum += magnitude.sum(0)
+            self._square_sum += magnitude.square_().sum(0)
 
     @property
     def mean_abs(self) -> Tensor:
         return self._sum / max(1, self.tokens)
 
+    @property
+    def mean_square(self) -> Tensor:
+        return self._square_sum / max(1, self.tokens)
+
 
 class TokenSample:
-    """Some inputs as they are: TOKENS_A_BATCH of each batch, evenly spaced."""
+    """Some inputs as they are: about TOKENS_A_BATCH of each batch, evenly spaced."""
 
     def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
         self._parts = [torch.empty(0, in_features, device=device)]
 
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
-        stride = max(1, len(flat) // TOKENS_A_BATCH)
-        self._parts.append(flat[stride // 2 :: stride][:TOKENS_A_BATCH].float())
+        stride = max(1, len(flat) // TOKENS_A_BATCH) | 1  # odd: at other places in every row
+        self._parts.append(flat[stride // 2 :: stride].float())
 
     def tokens(self) -> Tensor:
         """float32 [tokens, in]."""

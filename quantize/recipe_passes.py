@@ -50,7 +50,7 @@ class Transform:
         return {
             "rotate": frozenset[str](),
             "awq": frozenset({"hessian", "channel_range"}),
-            "smoothquant": frozenset({"hessian", "channel_range", "token_sample"}),
+            "smoothquant": frozenset({"channel_range", "token_sample"}),
         }[self.method]
 
 
