@@ -9,13 +9,38 @@ mean diagonal keeps GPTQ ahead of rounding to nearest (scales searched) down to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from .passes.settings import MAX_DAMP, GPTQSettings
+from .plan import Plan
+from .recipe import Recipe
+from .spec import LayerScheme
 
 TOKENS_A_COLUMN = 0.25  # with fewer, an expert's linear is rounded to nearest
+
+
+def with_all_tokens(recipe: Recipe, plan: Plan, experts: Collection[str]) -> Recipe:
+    """`recipe`, calibrating experts on all tokens where a scale of their inputs is stored: such a
+    scale has to cover what an expert may yet be given.
+
+    experts: paths of the model's experts modules.
+    """
+    inside = tuple(f"{path}." for path in experts)
+    stored = any(
+        _stores_input_scale(planned.scheme)
+        for name, planned in plan.linears.items()
+        if name.startswith(inside)
+    )
+    if not stored:
+        return recipe
+    return replace(recipe, calibration=replace(recipe.calibration, all_experts=True))
+
+
+def _stores_input_scale(scheme: LayerScheme) -> bool:
+    inputs = scheme.input_activations
+    return inputs is not None and (not inputs.dynamic or inputs.scale_dtype == "e4m3")
 
 
 def why_rounded(tokens: int, columns: int) -> str | None:

@@ -24,6 +24,7 @@ EMBEDDING = re.compile(r"embed|^(wte|wpe)$|norm|^ln|position|rotary")
 ROUTER = frozenset({"gate", "router", "gating", "shared_expert_gate", "wg"})
 OTHER_SENSES = re.compile(r"vision|visual|image|audio|speech|encoder|projector|resampler|connector")
 HEADS = ("lm_head", "embed_out", "output")  # how the output linear is called
+LONGEST_KERNEL = 8  # of the convolutions in decoder layers
 CONV1D = "transposed linears (Conv1D), whose weights are [in, out]"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -50,7 +51,7 @@ def find_linears(info: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> L
     for name, tensor in info.items():
         module, _, leaf = name.rpartition(".")
         decoder = _in_decoder(name, depth)
-        if decoder and len(tensor.shape) == 3 and tensor.dtype in FLOATS and "expert" in name:
+        if decoder and tensor.dtype in FLOATS and _is_stack(name, tensor.shape):
             stacked.append(name)
         if leaf != "weight" or len(tensor.shape) != 2:
             continue
@@ -66,7 +67,7 @@ def find_linears(info: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> L
         bias = info.get(f"{module}.bias")
         if bias is not None and bias.shape == (columns,) and rows != columns:
             raise UserError(f"the model has {CONV1D}, like '{name}'; lowbit quantizes nn.Linear")
-        is_linear = decoder and last not in ROUTER
+        is_linear = decoder and ROUTER.isdisjoint(module.split("."))
         (inner if is_linear else outer)[module] = _on_meta(tensor.shape)
     if not inner:
         raise UserError(
@@ -97,6 +98,11 @@ def _in_decoder(name: str, depth: int | None) -> bool:
     if found is None or OTHER_SENSES.search(name[: found.start()]):
         return False
     return depth is None or int(found[1]) < depth
+
+
+def _is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor holds a matrix for each expert; a convolution's last dimension is small."""
+    return len(shape) == 3 and ("expert" in name or min(shape[1:]) > LONGEST_KERNEL)
 
 
 def _text_value(config: Mapping[str, Any], key: str) -> Any:

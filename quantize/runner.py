@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.device import matmul_flops, resolve_dtype
+from ..calib.experts import split_modules
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
 from ..calib.text import Text, load_text, load_tokenizer, token_rows
@@ -25,7 +26,7 @@ from .budget_plan import budgeted_plan
 from .checkpoint.journal import Journal, source_identity, unfinished_identity
 from .checkpoint.load import read_config
 from .checkpoint.save import check_output, save_checkpoint
-from .expert_calibration import coverage, coverage_notes
+from .expert_calibration import coverage, coverage_notes, with_all_tokens
 from .fp8_source import open_model, open_source
 from .linear_names import find_linears
 from .plan import Plan, make_plan, settled_recipe
@@ -64,11 +65,14 @@ def quantize_model(
     model, rotated = _open(folder, recipe, dtype, where)
     plan = make_plan(model, recipe)
     model.check_shards()
-    recipe = settled_recipe(recipe, plan)
+    asked = settled_recipe(recipe, plan)
+    recipe = with_all_tokens(asked, plan, split_modules(model.model))
     calibrated = bool(recipe.needs) or recipe.budget is not None
     rows, text = _calibration_rows(model, recipe) if calibrated else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
+    if recipe != asked:
+        notes.append("experts are calibrated on all tokens, for scales of their inputs are stored")
     if text is not None:
         notes.append(f"calibration: {text.description}")
     if journal.resumed:

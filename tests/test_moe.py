@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +13,13 @@ from lowbit.calib.expert_shards import by_expert, fuse_experts
 from lowbit.calib.experts import routers, split_modules
 from lowbit.calib.model import LayeredModel, forward_layer
 from lowbit.calib.shards import Shards
+from lowbit.calib.stops import find_stops
 from lowbit.evals.scorer import load_scorer
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.journal import Journal
 from lowbit.quantize.checkpoint.load import Checkpoint
+from lowbit.quantize.fold_search import find_folds
+from lowbit.quantize.folds import Fold, NoFold
 from lowbit.quantize.recipe import Calibration, Execution, Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 from lowbit.runtime.loader import load
@@ -71,14 +74,19 @@ def quantized(
     return get
 
 
-def quantize(source: Path, out: Path, **options: Any) -> Quantized:
-    """GPTQ on ROWS rows of SEQ tokens. options: fields of Calibration, or of Execution."""
+def quantize(
+    source: Path,
+    out: Path,
+    weights: WeightPass | None = None,
+    order: Literal["sequential", "parallel"] = "sequential",
+    all_experts: bool = False,
+) -> Quantized:
+    """One quantizer (GPTQ where none is given) on ROWS rows of SEQ tokens."""
     text = source.parent / "text.txt"
     text.write_text(SENTENCE * 20)
-    order = options.pop("order", "sequential")
     recipe = Recipe(
-        (WeightPass(),),
-        Calibration(str(text), ROWS, SEQ, **options),
+        (weights or WeightPass(),),
+        Calibration(str(text), ROWS, SEQ, all_experts=all_experts),
         Execution(order, batch_size=4, dtype="float32"),
     )
     quantize_model(source, out, recipe, "cpu")
@@ -218,7 +226,9 @@ def test_transformers_reads_the_checkpoint(quantized: Callable[[str], Quantized]
 
 
 @pytest.mark.parametrize("order", ["sequential", "parallel"])
-def test_an_expert_without_tokens_is_quantized_and_reported(order: str, tmp_path: Path) -> None:
+def test_an_expert_without_tokens_is_quantized_and_reported(
+    order: Literal["sequential", "parallel"], tmp_path: Path
+) -> None:
     source = save_tiny(tmp_path / "source", FAMILIES["deepseek_v3"]())
     never_choose(source, expert=3)
     report = quantize(source, tmp_path / "out", order=order).report
@@ -254,6 +264,51 @@ def test_every_token_can_be_shown_to_every_expert(tmp_path: Path) -> None:
                 assert linear["routed_tokens"] == 0
     before = {n: r for n, r in routed["linears"].items() if "layers.0" in n}
     assert before == {n: r for n, r in shown["linears"].items() if n in before}
+
+
+def test_stored_scales_of_inputs_cover_all_tokens(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", FAMILIES["deepseek_v3"]())
+    never_choose(source, expert=3)
+    _, out, report = quantize(source, tmp_path / "out", WeightPass(scheme="W8A8_STATIC"))
+    assert report["recipe"]["calibration"]["all_experts"]
+    shards = Checkpoint(out).shards
+    scales = [shards.get(f"model.layers.1.mlp.experts.{e}.up_proj.input_scale") for e in (0, 3)]
+    assert torch.equal(*scales) and scales[0] > 0
+    assert shards.get("model.layers.1.mlp.experts.3.down_proj.input_scale") > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", *STORED_FUSED])
+def test_no_expert_stays_unquantized_without_data(
+    family: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, out, report = quantize(folder(family), tmp_path / "out", WeightPass(method="rtn"))
+    model, checkpoint = LayeredModel(source), Checkpoint(out)
+    linears = [
+        model.tensor_name(f"{n}.weight").removesuffix(".weight")
+        for n, m in model.model.named_modules()
+        if isinstance(m, nn.Linear) and n != "lm_head"
+    ]
+    assert set(linears) == set(checkpoint.schemes)
+    assert not [n for n, i in checkpoint.shards.info.items() if len(i.shape) == 3]
+    expected = logits(fake_quantized(source, out))
+    torch.testing.assert_close(logits(load_scorer(out).model), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_scales_move_within_an_expert_and_not_past_a_router(folder: Callable[[str], Path]) -> None:
+    model = LayeredModel(folder("qwen2_moe"))
+    name = "model.layers.0"
+    call = model.layer_calls(torch.arange(64)[None], 1)[0][name]
+    with torch.inference_mode(), model.loaded(name) as layer:
+        stops = find_stops(name, layer, call, lambda linear: "mlp" in linear)
+        groups = [list(group) for stop in stops for group in stop.groups]
+        assert len(groups) == 2 + 2 * EXPERTS
+        folds = dict(zip(map(tuple, groups), find_folds(name, layer, groups, call), strict=True))
+    for group, fold in folds.items():
+        if group[0].endswith("down_proj"):
+            assert isinstance(fold, Fold), fold
+            assert fold.feeder == group[0].replace("down_proj", "up_proj")
+        else:
+            assert isinstance(fold, NoFold)
 
 
 def test_a_killed_run_ends_in_the_same_bytes(
