@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-STRIPS = 8  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
-WIDE = 512  # columns from which strips save more than their smaller products cost
 TOKENS_A_BATCH = 128  # kept by TokenSample
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
@@ -37,25 +36,30 @@ class Hessian:
 
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
-        columns = flat.shape[1]
-        strip = -(-columns // STRIPS) if columns >= WIDE else columns
         self.tokens += flat.shape[0]
-        allow_tf32 = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-        try:
-            with torch.autocast(flat.device.type, enabled=False):
-                for chunk in flat.split(TOKENS_A_CHUNK):
-                    chunk = chunk.float()
-                    for i in range(0, columns, strip):
-                        rows = chunk[:, i : i + strip]
-                        self._sum[i : i + strip, i:].addmm_(rows.T, chunk[:, i:])
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+        for chunk in flat.split(TOKENS_A_CHUNK):
+            self._sum += gram(chunk.float())
 
     def mean(self) -> Tensor:
-        """H, symmetric: the lower triangle mirrors the upper one."""
-        upper = self._sum.triu()
-        return (upper + upper.triu(1).T) / max(1, self.tokens)
+        """H, symmetric."""
+        return self._sum / max(1, self.tokens)
+
+
+def gram(x: Tensor) -> Tensor:
+    """x^T x of x float32 [tokens, in], in float32 whatever autocast and TF32 are set to.
+
+    On a CPU by numpy, whose BLAS computes one triangle (syrk) and mirrors it: half the work.
+    """
+    if x.device.type == "cpu":
+        values = x.numpy()
+        return torch.from_numpy(np.dot(values.T, values))
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            return x.T @ x
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
 
 
 class ChannelRange:
