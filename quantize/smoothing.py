@@ -22,9 +22,9 @@ from .block_loss import BlockLoss
 from .fold_search import find_folds
 from .folds import Fold, NoFold, apply_fold
 from .passes.awq import clip_weight, fake_quantize, grid_scales, hessian_loss
-from .passes.balance import Rounding, balanced_scales, rounding_of
+from .passes.balance import Rounding, balanced_scales, of_each_scale, rounding_of
 from .passes.gptq import factor_hessian
-from .passes.smoothquant import best_alpha, peak_of_each_scale, smooth_scales
+from .passes.smoothquant import best_alpha, smooth_scales
 from .plan import Plan, PlannedLinear, match_linears
 from .ranges import grouped
 from .recipe_passes import Transform
@@ -204,7 +204,7 @@ class SmoothQuant(_Smoothing):
         peak = problem.group.statistics["channel_range"].peak
         if settings.alpha is not None:
             w_peak = stacked.abs().amax(0)
-            x, w = (peak_of_each_scale(p, columns) for p in (peak, w_peak))
+            x, w = (of_each_scale(p, columns).amax(1) for p in (peak, w_peak))
             return smooth_scales(x, w, settings.alpha), {"alpha": settings.alpha}
         if settings.search == "convex":
             inputs = input_rounding(problem, stacked)

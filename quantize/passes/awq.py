@@ -24,7 +24,7 @@ from ...kernels.affine import quantize_affine
 from ..quantized import Quantized, elements
 from ..ranges import choose_qparams, grouped
 from ..spec import Group, QuantSpec
-from .balance import centred
+from .balance import centred, of_each_scale
 from .settings import AWQSettings
 
 LEAST_SCALE = 1e-4  # before centring
@@ -83,8 +83,8 @@ def grid_scales(
     weights: float32 [out, in] each. mean_abs: float32 [in], mean |x| of the input. columns: int64
     [in], the scale that each input column takes. quantize: a weight to what it is worth afterwards.
     """
-    x = mean_of_each_scale(mean_abs, columns)
-    w = mean_of_each_scale(relative_magnitude(weights, spec), columns)
+    x = of_each_scale(mean_abs, columns).mean(1)
+    w = of_each_scale(relative_magnitude(weights, spec), columns).mean(1)
     plain_loss = loss([quantize(weight) for weight in weights])
     best = GridChoice(torch.ones_like(x), 0.0, False, plain_loss, plain_loss)
     for ratio, duo, scales in candidates(x, w, settings):
@@ -116,12 +116,6 @@ def relative_magnitude(weights: list[Tensor], spec: QuantSpec) -> Tensor:
         groups = _column_groups(weight, spec).abs()
         total += (groups / groups.amax(-1, keepdim=True).clamp_(min=1e-30)).sum(0).flatten()
     return total / sum(map(len, weights))
-
-
-def mean_of_each_scale(by_column: Tensor, columns: Tensor) -> Tensor:
-    """The mean of by_column [in] over the columns that share a scale, [scales]."""
-    mean = by_column.new_zeros(int(columns.max()) + 1)
-    return mean.scatter_reduce_(0, columns, by_column, "mean", include_self=False)
 
 
 def clip_weight(

@@ -56,7 +56,7 @@ def rounding_of(values: Tensor, energy: Tensor, levels: float, divided: bool = F
 def balanced_scales(roundings: list[Rounding], columns: Tensor) -> Tensor:
     """The scales float32 [scales] that minimize the summed expected error of `roundings`.
 
-    columns: int64 [in], the scale that each input column takes (several may share one).
+    columns: int64 [in], the scale that each input column takes (equally many share each).
     The geometric mean of the largest and smallest scale is 1.
     """
     count = int(columns.max()) + 1
@@ -68,7 +68,7 @@ def balanced_scales(roundings: list[Rounding], columns: Tensor) -> Tensor:
             sign = -1.0 if rounding.divided else 1.0
             error, by_column = expected_error(rounding, torch.exp(sign * log_scale[columns]))
             total += error
-            slope.index_add_(0, columns, by_column, alpha=sign)
+            slope += sign * of_each_scale(by_column, columns).sum(1)
         slope /= max(total, 1e-30)  # of the logarithm: steps do not depend on the weights' size
         first = 0.9 * first + 0.1 * slope
         second = 0.999 * second + 0.001 * slope.square()
@@ -100,6 +100,12 @@ def expected_error(rounding: Rounding, factors: Tensor) -> tuple[float, Tensor]:
     weight = 1 / rounding.levels**2
     slope = 2 * weight * (share * energy.unsqueeze(1) - met * ranges.unsqueeze(1))
     return float((ranges * energy).sum()) * weight, slope.flatten()
+
+
+def of_each_scale(by_column: Tensor, columns: Tensor) -> Tensor:
+    """Values [in] of input columns as [scales, columns that take it], in an order that is the same
+    on every device (a scattered sum's would not be)."""
+    return by_column[torch.argsort(columns, stable=True)].view(int(columns.max()) + 1, -1)
 
 
 def centred(scales: Tensor) -> Tensor:

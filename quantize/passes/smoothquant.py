@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .balance import centred
+from .balance import centred, of_each_scale
 
 ALPHAS = tuple(round(0.05 * step, 2) for step in range(4, 20))  # 0.2 to 0.95
 LEAST_RANGE = 1e-5
@@ -56,8 +56,8 @@ def best_alpha(
     weights: float32 [out, in], of all linears that share the input, stacked. x_peak: float32 [in].
     sample: float32 [tokens, in], inputs. columns: int64 [in], the scale of each input column.
     """
-    x = peak_of_each_scale(x_peak, columns)
-    w = peak_of_each_scale(weights.abs().amax(0), columns)
+    x = of_each_scale(x_peak, columns).amax(1)
+    w = of_each_scale(weights.abs().amax(0), columns).amax(1)
     target = sample @ weights.T
     ones = torch.ones_like(x)
     plain_loss = output_error(weights, sample, target, ones[columns], round_weight, round_input)
@@ -82,9 +82,3 @@ def output_error(
     from its input to its weight and both rounded; target: [tokens, out], the unrounded outputs."""
     got = round_input(sample / by_column) @ round_weight(weights * by_column).T
     return float((got - target).square().sum()) / len(sample)
-
-
-def peak_of_each_scale(by_column: Tensor, columns: Tensor) -> Tensor:
-    """The maximum of by_column [in] over the columns that share a scale, [scales]."""
-    peak = by_column.new_zeros(int(columns.max()) + 1)
-    return peak.scatter_reduce_(0, columns, by_column, "amax", include_self=False)
