@@ -28,7 +28,10 @@ from lowbit.quantize.passes.rotate import (
     rotate_writer,
 )
 from lowbit.quantize.passes.settings import RotateSettings
+from lowbit.quantize.recipe import Calibration, Execution, Recipe
+from lowbit.quantize.recipe_passes import Transform, WeightPass
 from lowbit.quantize.rotated_model import changed_tensors, rotated_model, write_rotated
+from lowbit.quantize.runner import quantize_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -287,3 +290,22 @@ def test_rotation_lowers_the_error_of_inputs_with_outlier_channels() -> None:
         error(q.apply(x), q.apply(w)) for q in (random_rotation(576, 0), hadamard_rotation(576, 0))
     )
     assert hadamard < random < 0.3 * plain, (plain, random, hadamard)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_recipe_that_rotates_equals_quantizing_the_rotated_checkpoint(
+    method: Any, shallow: Path, story: Path, tmp_path: Path
+) -> None:
+    quantizer = WeightPass(method=method, scheme="W4A16", group_size=32)
+    rows = Calibration(source=str(story), samples=4, seq_len=64)
+    how = Execution(dtype="float32")
+    write_rotated(shallow, tmp_path / "rotated")
+    passes = (Transform(method="rotate"), quantizer)
+    quantize_model(shallow, tmp_path / "at once", Recipe(passes, rows, how))
+    quantize_model(tmp_path / "rotated", tmp_path / "in two", Recipe((quantizer,), rows, how))
+    a, b = Shards(tmp_path / "at once"), Shards(tmp_path / "in two")
+    assert set(a.names()) == set(b.names()) and "lm_head.weight" in a
+    different = [n for n in a.names() if not torch.equal(a.get(n), b.get(n))]
+    assert not different
+    config = read_config(tmp_path / "at once")
+    assert config == read_config(tmp_path / "in two") and not config["tie_word_embeddings"]
