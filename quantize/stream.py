@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..calib.shards import DTYPES, Shards
+from ..calib.shards import DTYPES, Shards, TensorSource
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .checkpoint.compress import compress
@@ -36,7 +36,7 @@ from .checkpoint.raw import (
 )
 from .checkpoint.save import check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
-from .fp8_source import READABLE, FP8Source, open_source
+from .fp8_source import READABLE, FP8Source, open_model, open_source
 from .linear_names import LinearNames, find_linears
 from .plan import Plan, PlannedLinear, plan_linears, settled_recipe
 from .quantized import Quantized, elements
@@ -78,15 +78,16 @@ def stream_quantize(
     check_output(folder, out, overwrite)
     where = resolve_device(device)
     config = read_config(folder)
-    source = open_source(folder)
-    names = _linears(source, config)
+    source, names = _linears(folder, config)
     plan = plan_linears(recipe, names.inner, names.outer, names.head)
     recipe = settled_recipe(recipe, plan)
     jobs = _jobs(source, plan)
     shards = split_shards(s for job in jobs for s in job.slots)
     journal = Journal(out, _identity(source, config, recipe, where), restart)
     output = StreamOutput(journal.folder, shards)
-    notes = [*plan.notes, *_notes(source, names)]
+    notes = list(plan.notes)
+    if isinstance(source, FP8Source):
+        notes.append("the model is stored in FP8: dequantized as it is read")
     if output.finished:
         notes.append(f"resuming after {len(output.finished)} of {len(jobs)} tensors")
     for note in notes:
@@ -115,31 +116,31 @@ def _wants_inputs(scheme: LayerScheme) -> bool:
     return inputs is not None and (not inputs.dynamic or inputs.scale_dtype == "e4m3")
 
 
-def _linears(source: Shards | FP8Source, config: dict[str, Any]) -> LinearNames:
+def _linears(folder: Path, config: dict[str, Any]) -> tuple[TensorSource, LinearNames]:
+    """The model's tensors and which of them are linears'. Stacked experts are taken apart where
+    transformers knows the model."""
+    source: TensorSource = open_source(folder)
     if isinstance(source, Shards) and "quantization_config" in config:
         raise UserError(
-            f"{source.folder} is already quantized; give the original model (quantizing twice only "
-            f"adds error) or one of the kinds that are dequantized as they are read: {READABLE}"
+            f"{folder} is already quantized; give the original model (quantizing twice only adds "
+            f"error) or one of the kinds that are dequantized as they are read: {READABLE}"
         )
     if config.get("is_encoder_decoder"):
-        raise UserError(f"{source.folder} is an encoder-decoder model; lowbit takes causal LMs")
-    return find_linears(source.info, config)
-
-
-def _notes(source: Shards | FP8Source, names: LinearNames) -> list[str]:
-    notes = []
-    if isinstance(source, FP8Source):
-        notes.append("the model is stored in FP8: dequantized as it is read")
+        raise UserError(f"{folder} is an encoder-decoder model; lowbit takes causal LMs")
+    names = find_linears(source.info, config)
     if names.stacked:
-        notes.append(
-            f"{len(names.stacked)} tensors of stacked experts stay as they are, first "
-            f"'{names.stacked[0]}'"
+        source = open_model(folder, torch.float32, "cpu").shards
+        names = find_linears(source.info, config)
+    if names.stacked:
+        raise UserError(
+            f"'{names.stacked[0]}' holds experts in a way that lowbit cannot take apart into the "
+            "linears that it quantizes; choose another model"
         )
-    return notes
+    return source, names
 
 
 def _identity(
-    source: Shards | FP8Source, config: dict[str, Any], recipe: Recipe, device: torch.device
+    source: TensorSource, config: dict[str, Any], recipe: Recipe, device: torch.device
 ) -> dict[str, Any]:
     """Everything that the output's bytes depend on."""
     return {
@@ -152,25 +153,23 @@ def _identity(
     }
 
 
-def _jobs(source: Shards | FP8Source, plan: Plan) -> list[Job]:
+def _jobs(source: TensorSource, plan: Plan) -> list[Job]:
     """What becomes of every tensor, in the source's order."""
+    files = dict.fromkeys(info.file for info in source.info.values())
+    original = {t.name: t for file in files for t in raw_tensors(source.folder / file)}
     jobs = []
-    for file in dict.fromkeys(info.file for info in source.info.values()):
-        for raw in raw_tensors(source.folder / file):
-            info = source.info.get(raw.name)
-            if info is None:
-                continue
-            module, _, leaf = raw.name.rpartition(".")
-            if leaf == "weight" and module in plan.linears:
-                empty = _empty(plan.linears[module], info.dtype)
-                stored = compress(module, empty, plan.linears[module].scheme)
-                slots = [slot(name, stored[name]) for name in sorted(stored)]
-                jobs.append(Job(raw.name, slots, None))
-            elif DTYPES[raw.dtype] == info.dtype:
-                jobs.append(Job(raw.name, [Slot(raw.name, raw.nbytes, raw.dtype, raw.shape)], raw))
-            else:
-                made = torch.empty(info.shape, dtype=info.dtype, device="meta")
-                jobs.append(Job(raw.name, [slot(raw.name, made)], None))
+    for name in source.names():
+        info, raw = source.info[name], original.get(name)
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in plan.linears:
+            empty = _empty(plan.linears[module], info.dtype)
+            stored = compress(module, empty, plan.linears[module].scheme)
+            jobs.append(Job(name, [slot(n, stored[n]) for n in sorted(stored)], None))
+        elif raw is not None and DTYPES[raw.dtype] == info.dtype:
+            jobs.append(Job(name, [Slot(name, raw.nbytes, raw.dtype, raw.shape)], raw))
+        else:
+            made = torch.empty(info.shape, dtype=info.dtype, device="meta")
+            jobs.append(Job(name, [slot(name, made)], None))
     return jobs
 
 

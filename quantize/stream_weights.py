@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..calib.shards import Shards
+from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
 from .checkpoint.compress import compress
 from .checkpoint.raw import RawTensor, Slot, read_raw, tensor_bytes
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 class Converter:
     """Turns tensors of the source into the bytes that are stored, piece by piece."""
 
-    def __init__(self, source: Shards | FP8Source, plan: Plan, device: torch.device) -> None:
+    def __init__(self, source: TensorSource, plan: Plan, device: torch.device) -> None:
         self._source, self._plan, self._device = source, plan, device
         self._peers = {n: peers for peers in fused_peers(list(plan.linears)) for n in peers}
         self._peaks: dict[str, tuple[float, float]] = {}
@@ -107,8 +107,14 @@ class Converter:
         """The tensor in chunks of `rows`; the file maps are dropped after each."""
         height = self._source.info[name].shape[0]
         for start in range(0, height, rows):
-            yield self._source.get_rows(name, start, min(start + rows, height)).to(self._device)
+            yield _rows(self._source, name, start, min(start + rows, height)).to(self._device)
             self._source.close()
+
+
+def _rows(source: TensorSource, name: str, start: int, stop: int) -> Tensor:
+    if isinstance(source, Shards | FP8Source):
+        return source.get_rows(name, start, stop)
+    return source.get(name)[start:stop]  # one of a stack of experts
 
 
 def _quantize(

@@ -68,7 +68,6 @@ def unheard_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.layers.0.mixer.conv.weight": normal(8, 1, 4),
         "model.layers.0.norm.weight": normal(COLUMNS),
         "model.layers.0.moe.gate.weight": normal(8, COLUMNS),
-        "model.layers.0.moe.experts.gate_up_proj": normal(2, 8, COLUMNS),
         "model.layers.1.moe.experts.7.w1.weight": normal(ROWS, COLUMNS, seed=3),
         "model.layers.2.eh_proj.weight": normal(ROWS, COLUMNS),
         "model.vision_tower.layers.0.fc1.weight": normal(ROWS, COLUMNS),
@@ -130,8 +129,7 @@ def test_stores_what_whole_weights_give(
 
 def test_hqq_streams_too(unheard_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_weights, "CHUNK_ELEMENTS", 1)
-    result = stream_quantize(unheard_of, tmp_path / "out", recipe("W3A16", "hqq"))
-    assert "1 tensors of stacked experts stay" in result.notes[-1]
+    stream_quantize(unheard_of, tmp_path / "out", recipe("W3A16", "hqq"))
     scheme = scheme_from_name("W3A16")
     weight = load_file(unheard_of / "model.safetensors")[f"{QUANTIZED[0]}.weight"]
     stored = Checkpoint(tmp_path / "out").quantized(QUANTIZED[0])
