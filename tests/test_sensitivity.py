@@ -10,13 +10,18 @@ import torch
 from lowbit.calib.fisher import LayerFisher, run_backward
 from lowbit.calib.model import LayeredModel
 from lowbit.calib.text import load_text, load_tokenizer, token_rows
+from lowbit.quantize.budget_plan import candidate_linears
 from lowbit.quantize.checkpoint.compress import compress
 from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
-from lowbit.quantize.passes.settings import GPTQSettings
-from lowbit.quantize.sensitivity import rounding_costs, stored_bits
+from lowbit.quantize.passes.settings import BudgetSettings, GPTQSettings
+from lowbit.quantize.plan import make_plan
+from lowbit.quantize.recipe import Recipe
+from lowbit.quantize.sensitivity import measure_sensitivity, rounding_costs, stored_bits
 from lowbit.quantize.spec import Channel, Group, LayerScheme, QuantSpec
 from transformers import AutoModelForCausalLM
+
+from . import moe_models, runtime_models
 
 
 @pytest.mark.parametrize("num_bits", range(2, 9))
@@ -28,6 +33,26 @@ def test_bits_are_those_that_are_stored(num_bits: int, symmetric: bool, granular
     scheme = LayerScheme(spec)
     stored = compress("linear", rtn_quantize(w, spec, w.dtype), scheme)
     assert stored_bits(scheme, (10, 48), w.dtype) == 8 * sum(t.nbytes for t in stored.values())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "phi3"])
+def test_every_linear_is_in_one_unit_and_a_layer_s_experts_are_one(family: str, tmp_path) -> None:
+    make = moe_models.FAMILIES.get(family) or runtime_models.FAMILIES[family]
+    model = LayeredModel(runtime_models.save_tiny(tmp_path / family, make()))
+    linears = candidate_linears(
+        make_plan(model, Recipe()), BudgetSettings(4.5, num_bits=(3, 4), group_sizes=(16, 32))
+    )
+    units = measure_sensitivity(model, torch.randint(3, 90, (3, 16)), linears)
+    assert sorted(n for unit in units for n in unit.linears) == sorted(linears)
+    experts = [unit for unit in units if any(".experts." in n for n in unit.linears)]
+    assert len(experts) == (0 if family == "phi3" else len(model.layers))
+    for unit in units:
+        costs = {option.key: option.cost for option in unit.options}
+        three, four = (
+            min(c for k, c in costs.items() if k.weights.num_bits == b)  # type: ignore[union-attr]
+            for b in (3, 4)
+        )
+        assert 0 < four < three
 
 
 @pytest.fixture(scope="module")
