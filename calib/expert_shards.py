@@ -45,8 +45,7 @@ def fused_parameters(experts: SplitExperts) -> dict[str, list[FusedPart]]:
     """The fused parameters that `experts` replaces, by name, each with its parts."""
     names, gated = experts.names, experts.names.gate is not None
     if experts.concatenated:
-        inner = experts.linears(0)[names.up].out_features
-        selections = [slice(0, inner), slice(inner, 2 * inner)]
+        selections = [slice(0, experts.inner_features), slice(experts.inner_features, None)]
     else:
         selections = [slice(0, None, 2), slice(1, None, 2)]
     linears = {

@@ -60,6 +60,7 @@ class SplitExperts(nn.Module):
         hidden, inner = fused.down_proj.shape[1:]
         if self.transposed:
             hidden, inner = inner, hidden
+        self.inner_features = inner  # what a down projection reads
         shapes = dict.fromkeys(names.inner, (hidden, inner)) | {names.down: (inner, hidden)}
         for expert in range(self.num_experts):
             linears = {

@@ -51,7 +51,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **_INNER, num_experts=EXPERTS, shared_expert_intermediate_size=64
     ),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_INNER, num_experts=EXPERTS, head_dim=16),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**{**_INNER, "head_dim": 16}, num_experts=EXPERTS),
     "deepseek_v2": lambda: DeepseekV2Config(**_DEEPSEEK),
     "deepseek_v3": lambda: DeepseekV3Config(**_DEEPSEEK, n_group=2, topk_group=2),
     "gpt_oss": lambda: GptOssConfig(**_SIZES, num_local_experts=EXPERTS, head_dim=16),

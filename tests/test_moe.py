@@ -18,10 +18,16 @@ from lowbit.evals.scorer import load_scorer
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.journal import Journal
 from lowbit.quantize.checkpoint.load import Checkpoint
+from lowbit.quantize.expert_calibration import dampened, why_rounded
 from lowbit.quantize.fold_search import find_folds
 from lowbit.quantize.folds import Fold, NoFold
+from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
+from lowbit.quantize.passes.rtn import rtn_quantize
+from lowbit.quantize.passes.settings import GPTQSettings, RTNSettings
+from lowbit.quantize.quantized import Quantized
 from lowbit.quantize.recipe import Calibration, Execution, Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
+from lowbit.quantize.spec import scheme_from_name
 from lowbit.runtime.loader import load
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Llama4TextConfig
@@ -36,7 +42,7 @@ QUANTIZED = ("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe")
 BIAS = "mlp.gate.e_score_correction_bias"
 
 
-class Quantized(NamedTuple):
+class Made(NamedTuple):
     """A model folder, the checkpoint made of it, and its report."""
 
     source: Path
@@ -61,11 +67,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def quantized(
     folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Quantized]:
+) -> Callable[[str], Made]:
     """The W4A16 checkpoint of a family. Not to be changed."""
-    made: dict[str, Quantized] = {}
+    made: dict[str, Made] = {}
 
-    def get(family: str) -> Quantized:
+    def get(family: str) -> Made:
         if family not in made:
             out = tmp_path_factory.mktemp("moe-w4") / family
             made[family] = quantize(folder(family), out)
@@ -80,7 +86,7 @@ def quantize(
     weights: WeightPass | None = None,
     order: Literal["sequential", "parallel"] = "sequential",
     all_experts: bool = False,
-) -> Quantized:
+) -> Made:
     """One quantizer (GPTQ where none is given) on ROWS rows of SEQ tokens."""
     text = source.parent / "text.txt"
     text.write_text(SENTENCE * 20)
@@ -90,7 +96,7 @@ def quantize(
         Execution(order, batch_size=4, dtype="float32"),
     )
     quantize_model(source, out, recipe, "cpu")
-    return Quantized(source, out, json.loads((out / "quantization_report.json").read_text()))
+    return Made(source, out, json.loads((out / "quantization_report.json").read_text()))
 
 
 def transformers_model(folder: Path) -> Any:
@@ -152,7 +158,7 @@ def test_the_runtime_runs_unquantized_experts(folder: Callable[[str], Path]) -> 
 
 
 @pytest.mark.parametrize("family", QUANTIZED)
-def test_no_expert_stays_unquantized(family: str, quantized: Callable[[str], Quantized]) -> None:
+def test_no_expert_stays_unquantized(family: str, quantized: Callable[[str], Made]) -> None:
     source, out, report = quantized(family)
     model = LayeredModel(source)
     checkpoint = Checkpoint(out)
@@ -173,7 +179,7 @@ def test_no_expert_stays_unquantized(family: str, quantized: Callable[[str], Qua
         assert torch.equal(kept, Shards(source).get(f"{stored}.weight"))
 
 
-def test_tensors_are_named_as_in_the_original(quantized: Callable[[str], Quantized]) -> None:
+def test_tensors_are_named_as_in_the_original(quantized: Callable[[str], Made]) -> None:
     endings = {"weight_packed", "weight_scale", "weight_shape"}
     for family in ("mixtral", "qwen2_moe", "deepseek_v3"):
         source, out, _ = quantized(family)
@@ -185,7 +191,7 @@ def test_tensors_are_named_as_in_the_original(quantized: Callable[[str], Quantiz
 
 @pytest.mark.parametrize("family", QUANTIZED)
 def test_coverage_counts_every_choice_of_the_router(
-    family: str, quantized: Callable[[str], Quantized]
+    family: str, quantized: Callable[[str], Made]
 ) -> None:
     report = quantized(family).report
     paths = split_modules(LayeredModel(quantized(family).source).model)
@@ -203,7 +209,7 @@ def test_coverage_counts_every_choice_of_the_router(
 
 @pytest.mark.parametrize("family", QUANTIZED)
 def test_runtime_and_evals_run_the_quantized_experts(
-    family: str, quantized: Callable[[str], Quantized]
+    family: str, quantized: Callable[[str], Made]
 ) -> None:
     source, out, _ = quantized(family)
     expected = logits(fake_quantized(source, out))
@@ -213,7 +219,7 @@ def test_runtime_and_evals_run_the_quantized_experts(
     torch.testing.assert_close(logits(loaded.model), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_transformers_reads_the_checkpoint(quantized: Callable[[str], Quantized]) -> None:
+def test_transformers_reads_the_checkpoint(quantized: Callable[[str], Made]) -> None:
     for family in ("mixtral", "qwen2_moe"):
         source, out, _ = quantized(family)
         config = CompressedTensorsConfig(dequantize=True)
@@ -266,6 +272,30 @@ def test_every_token_can_be_shown_to_every_expert(tmp_path: Path) -> None:
     assert before == {n: r for n, r in shown["linears"].items() if n in before}
 
 
+@pytest.mark.parametrize("tokens", [32, 64, 128])
+def test_damping_by_tokens_keeps_gptq_ahead_of_rounding(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    mixing = torch.randn(64, 64, generator=generator) / 8 + torch.eye(64)
+    seen = torch.randn(tokens, 64, generator=generator) @ mixing
+    others = torch.randn(4096, 64, generator=generator) @ mixing
+    weight = torch.randn(96, 64, generator=generator)
+    spec = scheme_from_name("W4A16", 32).weights
+
+    def error(q: Quantized) -> float:
+        return float((others @ (q.dequantize() - weight).T).square().mean())
+
+    def gptq(settings: GPTQSettings) -> float:
+        factor = factor_hessian(seen.T @ seen / tokens, settings)
+        return error(gptq_quantize(weight, factor, spec, torch.float32, settings).quantized)
+
+    plain = GPTQSettings()
+    rounded = error(rtn_quantize(weight, spec, torch.float32, RTNSettings("mse")))
+    damped = gptq(dampened(plain, tokens, 64))
+    assert damped < gptq(plain)
+    assert damped < rounded
+    assert why_rounded(tokens, 64) is None and why_rounded(15, 64) is not None
+
+
 def test_stored_scales_of_inputs_cover_all_tokens(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", FAMILIES["deepseek_v3"]())
     never_choose(source, expert=3)
@@ -312,7 +342,7 @@ def test_scales_move_within_an_expert_and_not_past_a_router(folder: Callable[[st
 
 
 def test_a_killed_run_ends_in_the_same_bytes(
-    quantized: Callable[[str], Quantized], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quantized: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, unbroken, _ = quantized("qwen2_moe")
     write = Journal.write
