@@ -16,6 +16,7 @@ The loop knows no method by name: a worker says which statistics it needs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
@@ -27,12 +28,13 @@ from .memory import release_free_memory, share_one_arena
 from .model import LayerCall, LayeredModel, forward_layer
 from .pausable import PausableCall
 from .row_guard import RowGuard
-from .statistics import STATISTICS
-from .stops import InputHook, Stop, find_stops, input_hooks, wanted_linears
+from .statistics import STATISTICS, InputShift
+from .stops import InputHook, LinearStop, Stop, find_stops, input_hooks, wanted_linears
 
 LAYERS_A_TRIM = (
     4  # trimming after each costs a tenth of the time, never lets memory grow with depth
 )
+SHIFT = "input_shift"  # the statistic for which the float model is run beside
 Order = Literal["sequential", "parallel"]
 
 
@@ -75,7 +77,7 @@ class LayerWorker(Wants, Protocol):
     """What the loop drives; it `wants` the linears that are to be quantized.
 
     transforms: what changes a layer's weights before. whole_layers: layers go to `quantize_layer`
-    instead of their input groups to `quantize`.
+    instead of their input groups to `quantize`, together with what the float model puts out there.
     """
 
     transforms: Sequence[LayerTransform] = ()
@@ -94,8 +96,12 @@ class LayerWorker(Wants, Protocol):
         layer: nn.Module,
         groups: list[InputGroup],
         calls: list[LayerCall],
+        targets: list[Tensor],
     ) -> None:
-        """Quantize all of the layer's wanted linears."""
+        """Quantize all of the layer's wanted linears.
+
+        targets: the layer's outputs in the float model, where no layer before is quantized.
+        """
         raise NotImplementedError
 
     def quantized_inputs(self, layer_name: str, layer: nn.Module) -> AbstractContextManager[None]:
@@ -142,10 +148,14 @@ def run_layers(
         states = [next(iter(b.values())).hidden for b in batches]
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
+        targets = states  # the hidden states of the float model, kept where a worker wants them
         watch = _Watch(RowGuard(len(rows)), all_experts)
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
+                float_calls = [LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=True)]
+                if worker.whole_layers or SHIFT in worker.needs:
+                    targets = [forward_layer(layer, call) for call in float_calls]
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
@@ -153,11 +163,11 @@ def run_layers(
                         transform.apply(name, layer, groups, calls)
                     if worker.whole_layers:
                         groups = _observe(name, layer, calls, worker, watch)
-                        worker.quantize_layer(name, layer, groups, calls)
+                        worker.quantize_layer(name, layer, groups, calls, targets)
                         states = _forward(name, layer, calls, worker)
                     else:
                         step = _sequential if order == "sequential" else _parallel
-                        states = step(name, layer, calls, worker, watch)
+                        states = step(name, layer, calls, float_calls, worker, watch)
                     worker.finish(name, watch.guard.dropped)
                 else:
                     states = _forward(name, layer, calls, worker)
@@ -185,19 +195,17 @@ class _Watch(NamedTuple):
 
 
 def _sequential(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: _Watch
+    name: str,
+    layer: nn.Module,
+    calls: list[LayerCall],
+    float_calls: list[LayerCall],
+    worker: LayerWorker,
+    watch: _Watch,
 ) -> list[Tensor]:
     stops = find_stops(name, layer, calls[0], worker.wants, watch.all_experts)
     observe = _Observer(stops, calls, worker, watch.guard)
-
-    def forward(call: LayerCall) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with torch.inference_mode():  # a thread has its own
-                return forward_layer(layer, call)
-
-        return run
-
-    passes = [PausableCall(forward(call)) for call in calls]
+    passes = [_pausable_pass(layer, call) for call in calls]
+    twin = _FloatTwin(layer, stops, float_calls) if SHIFT in worker.needs else None
 
     def stop_at(index: int, args: tuple[Any, ...]) -> None:
         observe(index, args)
@@ -208,6 +216,7 @@ def _sequential(
         with input_hooks(_at_stops(stops, stop_at)), worker.quantized_inputs(name, layer):
             for index in range(len(stops)):
                 for observe.batch, batch in enumerate(passes):
+                    observe.float_x = twin.advance(observe.batch) if twin else None
                     batch.resume()
                 for group in observe.take(index):
                     worker.quantize(group)
@@ -215,11 +224,62 @@ def _sequential(
     finally:
         for batch in passes:
             batch.close()
+        if twin is not None:
+            twin.close()
+
+
+def _pausable_pass(layer: nn.Module, call: LayerCall) -> PausableCall[Tensor]:
+    def run() -> Tensor:
+        with torch.inference_mode():  # a thread has its own
+            return forward_layer(layer, call)
+
+    return PausableCall(run)
+
+
+class _FloatTwin:
+    """The unquantized layer, run on what it reads in the float model, one stop after the other in
+    step with the layer that is being quantized."""
+
+    def __init__(self, layer: nn.Module, stops: list[Stop], calls: list[LayerCall]) -> None:
+        twin = copy.deepcopy(layer)
+        inside = dict(zip(layer.modules(), twin.modules(), strict=True))
+        twins = {stop.module: inside[stop.module] for stop in stops}
+        self._passes = [_pausable_pass(twin, call) for call in calls]
+        self._running = 0
+        self._x: Tensor | None = None
+
+        def stop_at(index: int, args: tuple[Any, ...]) -> None:
+            self._x = args[0] if isinstance(stops[index], LinearStop) else None
+            self._passes[self._running].pause()
+
+        hooks = _at_stops(stops, stop_at)
+        self._handles = [
+            twins[module].register_forward_pre_hook(_on_behalf_of(module, hook))
+            for module, hook in hooks.items()
+        ]
+
+    def advance(self, batch: int) -> Tensor | None:
+        """What the linears of the batch's next stop read; None where tokens are routed."""
+        self._running = batch
+        self._passes[batch].resume()
+        return self._x
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for batch in self._passes:
+            batch.close()
 
 
 def _parallel(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: _Watch
+    name: str,
+    layer: nn.Module,
+    calls: list[LayerCall],
+    float_calls: list[LayerCall],
+    worker: LayerWorker,
+    watch: _Watch,
 ) -> list[Tensor]:
+    assert SHIFT not in worker.needs, "the recipe allows the shift of inputs in sequence only"
     for group in _observe(name, layer, calls, worker, watch):
         worker.quantize(group)
     return _forward(name, layer, calls, worker)
@@ -255,8 +315,14 @@ def _at_stops(
     return dict.fromkeys(numbers, hook)
 
 
+def _on_behalf_of(original: nn.Module, hook: InputHook) -> InputHook:
+    """`hook` for a copy of the module that it knows."""
+    return lambda _, args: hook(original, args)
+
+
 class _Observer:
-    """Adds what the groups of each stop read to their statistics. `batch`: the one that runs."""
+    """Adds what the groups of each stop read to their statistics. `batch`: the one that runs;
+    `float_x`: what it reads at the stop in the float model, where that is followed."""
 
     def __init__(
         self, stops: list[Stop], calls: list[LayerCall], wants: Wants, guard: RowGuard
@@ -264,6 +330,7 @@ class _Observer:
         self._stops, self._calls, self._wants, self._guard = stops, calls, wants, guard
         self._seen = [[InputGroup(group, {}) for group in stop.groups] for stop in stops]
         self.batch = 0
+        self.float_x: Tensor | None = None
 
     def __call__(self, index: int, args: tuple[Any, ...]) -> None:
         """Stop number `index` is reached by a call with `args`."""
@@ -276,7 +343,10 @@ class _Observer:
                 self._seen[index][number] = group._replace(routed=(group.routed or 0) + routed)
             finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
             for statistic in group.statistics.values():
-                statistic.add(finite)
+                if not isinstance(statistic, InputShift):
+                    statistic.add(finite)
+                elif self.float_x is not None and len(finite) == len(x):  # no row was dropped
+                    statistic.add_pair(x, self.float_x)
 
     def take(self, index: int) -> Iterator[InputGroup]:
         """The groups of a stop with their statistics, which are not held any longer."""
@@ -318,7 +388,8 @@ def _output_head(
             statistics = statistics or _new_statistics(worker, x)
             finite = guard.finite_rows(first_row, LayerCall(x, {}), x)
             for statistic in statistics.values():
-                statistic.add(finite)
+                if not isinstance(statistic, InputShift):  # not followed beyond the layers
+                    statistic.add(finite)
             first_row += len(x)
         worker.quantize(InputGroup({name: head}, statistics))
         worker.finish(name, guard.dropped)

@@ -46,20 +46,48 @@ class Hessian:
 
 
 def gram(x: Tensor) -> Tensor:
-    """x^T x of x float32 [tokens, in], in float32 whatever autocast and TF32 are set to.
+    """x^T x of x float32 [tokens, in]."""
+    return exact_product(x, x)
 
-    On a CPU by numpy, whose BLAS computes one triangle (syrk) and mirrors it: half the work.
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b of float32 [tokens, n], in float32 whatever autocast and TF32 are set to.
+
+    On a CPU by numpy, whose BLAS computes one triangle of a product of a matrix with itself (syrk)
+    and mirrors it: half the work.
     """
-    if x.device.type == "cpu":
-        values = x.numpy()
-        return torch.from_numpy(np.dot(values.T, values))
+    if a.device.type == "cpu":
+        return torch.from_numpy(np.dot(a.numpy().T, b.numpy()))
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with torch.autocast(x.device.type, enabled=False):
-            return x.T @ x
+        with torch.autocast(a.device.type, enabled=False):
+            return a.T @ b
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+
+
+class InputShift:
+    """D = mean of (f - x) x^T over tokens, float32 [in, in]: how what a linear reads, x, has moved
+    from what it would read in the float model, f, because of the quantized linears before it."""
+
+    def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
+        self._sum = torch.zeros(in_features, in_features, device=device)
+        self.tokens = 0
+
+    def add_pair(self, x: Tensor, float_x: Tensor) -> None:
+        """Count the rows of x [..., in] and of float_x, of the same shape."""
+        flat = x.reshape(-1, x.shape[-1])
+        others = float_x.reshape(-1, x.shape[-1])
+        self.tokens += flat.shape[0]
+        for chunk, other in zip(
+            flat.split(TOKENS_A_CHUNK), others.split(TOKENS_A_CHUNK), strict=True
+        ):
+            chunk = chunk.float()
+            self._sum += exact_product(other.float().sub_(chunk), chunk)
+
+    def mean(self) -> Tensor:
+        return self._sum / max(1, self.tokens)
 
 
 class ChannelRange:
@@ -105,8 +133,11 @@ class TokenSample:
         return torch.cat(self._parts)
 
 
-STATISTICS: dict[str, type[Hessian] | type[ChannelRange] | type[TokenSample]] = {
+STATISTICS: dict[
+    str, type[Hessian] | type[ChannelRange] | type[TokenSample] | type[InputShift]
+] = {
     "hessian": Hessian,
+    "input_shift": InputShift,
     "channel_range": ChannelRange,
     "token_sample": TokenSample,
 }

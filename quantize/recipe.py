@@ -92,6 +92,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_order(self.passes)
+        if "input_shift" in self.needs and self.execution.order == "parallel":
+            raise UserError(
+                "input_correction follows the float model in step with the quantized one, which "
+                "order 'parallel' does not; use order 'sequential'"
+            )
         if self.budget is not None:
             check_budget(self.passes)
 

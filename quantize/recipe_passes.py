@@ -78,8 +78,10 @@ class WeightPass:
         scheme = scheme_from_name(self.scheme, self.group_size)
         if not self.targets:
             raise UserError("a pass without targets does nothing; name at least one")
-        if self.method == "hqq" and scheme.weights.type != "int":
-            raise UserError(f"hqq is for integer formats, not {self.scheme}; use rtn or gptq")
+        if self.method in ("hqq", "signround") and scheme.weights.type != "int":
+            raise UserError(
+                f"{self.method} is for integer formats, not {self.scheme}; use rtn or gptq"
+            )
 
     @property
     def layer_scheme(self) -> LayerScheme:
@@ -94,6 +96,8 @@ class WeightPass:
         scaled = activations is not None and (
             not activations.dynamic or activations.scale_dtype == "e4m3"
         )
+        if self.method == "gptq" and self.gptq.input_correction:
+            wanted |= {"input_shift"}
         return wanted | ({"channel_range"} if scaled else frozenset())
 
 

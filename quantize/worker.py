@@ -23,9 +23,10 @@ from .checkpoint.compress import (
 from .checkpoint.journal import Journal
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
-from .passes.gptq import factor_hessian, gptq_quantize
+from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
 from .passes.rtn import rtn_quantize
 from .passes.settings import RTNSettings
+from .passes.signround import check_learnable, nearest_start, signround_layer
 from .plan import Plan, PlannedLinear
 from .quantized import Quantized
 from .recipe import Transform
@@ -40,16 +41,23 @@ class PassWorker(LayerWorker):
     """
 
     def __init__(
-        self, model: LayeredModel, plan: Plan, journal: Journal, transforms: Sequence[Transform] = ()
+        self,
+        model: LayeredModel,
+        plan: Plan,
+        journal: Journal,
+        transforms: Sequence[Transform] = (),
     ) -> None:
         self._model, self._plan, self._journal = model, plan, journal
         self._tensors: dict[str, Tensor] = {}
         self._report: dict[str, Any] = {}
         self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
+        self._kept: dict[str, Quantized] = {}  # of the layer at work
         self._layer = ""
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
-        self.transforms = [_transform(t, plan, self, model) for t in transforms if t.method != "rotate"]
+        self.transforms = [
+            _transform(t, plan, self, model) for t in transforms if t.method != "rotate"
+        ]
         self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property
@@ -67,7 +75,12 @@ class PassWorker(LayerWorker):
         for members in _by_pass(group.linears, self._plan):
             method = self._plan.linears[members[0]].taken_by.method
             with self.timed(method):
-                run = {"gptq": self._gptq, "rtn": self._data_free, "hqq": self._data_free}[method]
+                run = {
+                    "gptq": self._gptq,
+                    "rtn": self._data_free,
+                    "hqq": self._data_free,
+                    "signround": self._signround_start,
+                }[method]
                 run(members, group)
 
     def quantize_layer(
@@ -76,8 +89,21 @@ class PassWorker(LayerWorker):
         layer: nn.Module,
         groups: list[InputGroup],
         calls: list[LayerCall],
+        targets: list[Tensor],
     ) -> None:
-        raise NotImplementedError
+        """Every linear is quantized on its own first; what signround takes is learned from there,
+        with all else of the layer as it will be stored."""
+        for group in groups:
+            self.quantize(group)
+        learned: dict[int, dict[str, InputGroup]] = {}
+        for group in groups:
+            for name in group.linears:
+                taken_by = self._plan.linears[name].taken_by
+                if taken_by.method == "signround":
+                    learned.setdefault(id(taken_by), {})[name] = group
+        with self.timed("signround"):
+            for members in learned.values():
+                self._signround(layer_name, layer, members, calls, targets)
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
         quantized = {f"{name}.weight" for name in self._report}
@@ -91,7 +117,7 @@ class PassWorker(LayerWorker):
             "dropped_rows": dropped,
         }
         self._journal.write(layer_name, self._tensors, report)
-        self._tensors, self._report, self._input_scales = {}, {}, {}
+        self._tensors, self._report, self._input_scales, self._kept = {}, {}, {}, {}
         self.transform_report = {}
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
@@ -182,7 +208,11 @@ class PassWorker(LayerWorker):
         hessian = statistic.mean()
         factor = factor_hessian(hessian, settings)
         stacked, heights, dtype = self._stacked(members)
-        result = gptq_quantize(stacked, factor, planned.scheme.weights, dtype, settings)
+        shift = group.statistics.get("input_shift")
+        aim = stacked
+        if shift is not None and settings.input_correction and shift.tokens:
+            aim = corrected_weight(stacked, factor, shift.mean(), settings.input_correction)
+        result = gptq_quantize(aim, factor, planned.scheme.weights, dtype, settings)
         energy = ((stacked @ hessian) * stacked).sum(1)
         parts = zip(
             split_rows(result.quantized, heights),
@@ -197,6 +227,46 @@ class PassWorker(LayerWorker):
                 "dampening_frac": factor.dampening_frac,
                 "dead_columns": factor.dead,
                 "tokens": statistic.tokens,
+                **_routed(group),
+            })  # fmt: skip
+
+    def _signround_start(self, members: list[str], group: InputGroup) -> None:
+        """What learned rounding begins with. The output head, which is in no layer, keeps it."""
+        planned = self._plan.linears[members[0]]
+        check_learnable(planned.scheme.weights)
+        if planned.taken_by.signround.start == "gptq":
+            self._gptq(members, group)
+            return
+        stacked, heights, dtype = self._stacked(members)
+        importance = group.statistics["hessian"].mean().diagonal()
+        start = nearest_start(stacked, planned.scheme.weights, dtype, importance)
+        for name, part in zip(members, split_rows(start, heights), strict=True):
+            self.keep(name, group, part, {"method": "rtn", **_routed(group)})
+
+    def _signround(
+        self,
+        layer_name: str,
+        layer: nn.Module,
+        members: dict[str, InputGroup],
+        calls: list[LayerCall],
+        targets: list[Tensor],
+    ) -> None:
+        """members: the linears that one pass takes, by name, with their groups."""
+        inner = {name: name.removeprefix(f"{layer_name}.") for name in members}
+        result = signround_layer(
+            layer,
+            {inner[name]: self.weights.get(f"{name}.weight") for name in members},
+            {inner[name]: self._kept[name] for name in members},
+            calls,
+            targets,
+            self._plan.linears[next(iter(members))].taken_by.signround,
+        )
+        for name, group in members.items():
+            self.keep(name, group, result.quantized[inner[name]], {
+                "method": "signround",
+                "start": self._report[name],
+                "start_error": result.start_error,
+                "layer_error": result.error,
                 **_routed(group),
             })  # fmt: skip
 
@@ -216,6 +286,7 @@ class PassWorker(LayerWorker):
         stored_name = self.stored_name(name)
         self._tensors |= compress(stored_name, quantized, self._plan.linears[name].scheme)
         self._report[name] = report
+        self._kept[name] = quantized
         self._input_scales[name] = None
         activations = self._plan.linears[name].scheme.input_activations
         if activations is not None and "channel_range" in group.statistics:

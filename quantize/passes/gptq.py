@@ -95,6 +95,21 @@ def _inverse_factor(h: Tensor) -> Tensor | None:
     return u if bool(torch.isfinite(u).all()) else None
 
 
+def corrected_weight(w: Tensor, factor: Factor, shift: Tensor, strength: float) -> Tensor:
+    """The weight whose outputs on the quantized inputs x are nearest to those of w [out, in] on the
+    float model's inputs f (GPTAQ, Li et al. 2025, arXiv:2504.02692).
+
+    Its aim, sum ||W f - W' x||^2, is least for W' = W (H + D) H^-1 with D = mean (f - x) x^T,
+    `shift` float32 [in, in]. strength: how far it goes, from 0 to 1. (GPTAQ corrects column by
+    column while it rounds; here the aim moves before the first one.)
+    """
+    u = factor.u  # H^-1 = u^T u in processing order
+    moved = (w.float() @ shift)[:, factor.order]
+    step = torch.empty_like(moved)
+    step[:, factor.order] = (moved @ u.T) @ u
+    return w.float() + strength * step
+
+
 def gptq_quantize(
     w: Tensor,
     factor: Factor,

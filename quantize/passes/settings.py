@@ -35,6 +35,8 @@ class GPTQSettings:
         from the current, error-compensated weights when its first column is reached.
     scale_search: "hessian" minimizes squared error weighted by H's diagonal, "minmax" takes the
         plain range.
+    input_correction: how much of the error that quantized inputs bring the weights make up for
+        (GPTAQ), from 0 to 1; more than 0 runs the float model beside.
     """
 
     dampening_frac: float = 0.01
@@ -42,8 +44,11 @@ class GPTQSettings:
     act_order: Literal["static", "none"] = "static"
     static_groups: bool = True
     scale_search: Literal["hessian", "minmax"] = "hessian"
+    input_correction: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.input_correction <= 1:
+            raise UserError(f"input_correction must be from 0 to 1, got {self.input_correction}")
         if not 0 < self.dampening_frac <= MAX_DAMP:
             raise UserError(
                 f"dampening_frac must be over 0 and at most {MAX_DAMP}, got {self.dampening_frac}"
