@@ -28,7 +28,9 @@ from .ranges import CHUNK_ELEMENTS as SEARCHED_TOGETHER
 from .ranges import QParams, ScaleStore, choose_qparams, scale_store
 from .spec import TensorWise
 
-CHUNK_ELEMENTS = 1 << 24  # weights in memory at once: 64 MB as float32, and some times that in work
+CHUNK_ELEMENTS = 1 << 20  # of a chunk on a CPU: its temporaries stay below malloc's mmap threshold
+GPU_CHUNK_ELEMENTS = 1 << 24
+MAPPED_BYTES = 1 << 28  # what is read before file maps, which count as resident memory, are dropped
 ROWS_A_WORD = 32  # packed zero-points of so many rows fill whole words
 
 
@@ -48,6 +50,8 @@ class Converter:
         self._source, self._plan, self._device = source, plan, device
         self._peers = {n: peers for peers in fused_peers(list(plan.linears)) for n in peers}
         self._peaks: dict[str, tuple[float, float]] = {}
+        self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
+        self._mapped = 0
 
     def pieces(self, job: Job) -> Iterator[tuple[str, bytes]]:
         """(tensor name, its next bytes) of what is stored for the source's tensor."""
@@ -58,7 +62,7 @@ class Converter:
             yield from self._quantized(job, module)
         else:
             columns = math.prod(self._source.info[job.name].shape[1:])
-            for part in self._parts(job.name, max(1, CHUNK_ELEMENTS // columns)):
+            for part in self._parts(job.name, max(1, self._chunk // columns)):
                 yield job.name, tensor_bytes(part)
 
     def _quantized(self, job: Job, module: str) -> Iterator[tuple[str, bytes]]:
@@ -66,7 +70,7 @@ class Converter:
         heights = {s.name: s.shape[0] for s in job.slots}
         shape_name = f"{module}.weight_shape"
         given = self._given(module)
-        for number, part in enumerate(self._parts(job.name, _chunk_rows(planned))):
+        for number, part in enumerate(self._parts(job.name, _chunk_rows(planned, self._chunk))):
             if not torch.isfinite(part).all():
                 raise UserError(
                     f"'{job.name}' holds NaN or infinite values; download the model again"
@@ -87,28 +91,36 @@ class Converter:
         if spec.scale_dtype == "e4m3":  # one global scale for what engines run as one linear
             peers = self._peers[module]
             alike = [p for p in peers if self._plan.linears[p].scheme == planned.scheme]
-            ends = [self._range(peer) for peer in alike]
-            return scale_store(torch.tensor(ends), spec, dtype)
+            return scale_store(self._ranges(alike), spec, dtype)
         if _range_decides(planned):
-            return choose_qparams(torch.tensor([self._range(module)]), spec, dtype)
+            return choose_qparams(self._ranges([module]), spec, dtype)
         return None
+
+    def _ranges(self, modules: list[str]) -> Tensor:
+        """float32 [modules, 2]: a matrix of the same range as those of the modules together."""
+        return torch.tensor([self._range(module) for module in modules], device=self._device)
 
     def _range(self, module: str) -> tuple[float, float]:
         """Smallest and largest weight."""
         if module not in self._peaks:
+            planned = self._plan.linears[module]
             ends = [
                 torch.stack(part.aminmax()).tolist()
-                for part in self._parts(f"{module}.weight", _chunk_rows(self._plan.linears[module]))
+                for part in self._parts(f"{module}.weight", _chunk_rows(planned, self._chunk))
             ]
             self._peaks[module] = min(e[0] for e in ends), max(e[1] for e in ends)
         return self._peaks[module]
 
     def _parts(self, name: str, rows: int) -> Iterator[Tensor]:
-        """The tensor in chunks of `rows`; the file maps are dropped after each."""
+        """The tensor in chunks of `rows`."""
         height = self._source.info[name].shape[0]
         for start in range(0, height, rows):
-            yield _rows(self._source, name, start, min(start + rows, height)).to(self._device)
-            self._source.close()
+            part = _rows(self._source, name, start, min(start + rows, height))
+            self._mapped += part.nbytes
+            yield part.to(self._device)
+            if self._mapped > MAPPED_BYTES:
+                self._source.close()
+                self._mapped = 0
 
 
 def _rows(source: TensorSource, name: str, start: int, stop: int) -> Tensor:
@@ -135,13 +147,13 @@ def _range_decides(planned: PlannedLinear) -> bool:
     return one_scale and planned.taken_by.rtn.scale_search == "minmax"
 
 
-def _chunk_rows(planned: PlannedLinear) -> int:
-    """Rows of a chunk, about CHUNK_ELEMENTS. One searched scale takes the whole weight."""
+def _chunk_rows(planned: PlannedLinear, elements: int) -> int:
+    """Rows of a chunk of about `elements`. One searched scale takes the whole weight."""
     rows, columns = planned.shape
     spec = planned.scheme.weights
     if isinstance(spec.granularity, TensorWise) and not _range_decides(planned):
         return rows
     tall, wide = spec.block or (1, 1)
-    together = tall * max(1, SEARCHED_TOGETHER // (tall * -(-columns // wide) * wide))
-    unit = math.lcm(together, ROWS_A_WORD)
-    return unit * max(1, CHUNK_ELEMENTS // (unit * columns))
+    together = SEARCHED_TOGETHER // (tall * -(-columns // wide) * wide)
+    unit = math.lcm(tall * max(1, together), 1 if spec.symmetric else ROWS_A_WORD)
+    return unit * max(1, elements // (unit * columns))
