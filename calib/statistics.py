@@ -84,7 +84,7 @@ class InputShift:
             flat.split(TOKENS_A_CHUNK), others.split(TOKENS_A_CHUNK), strict=True
         ):
             chunk = chunk.float()
-            self._sum += exact_product(other.float().sub_(chunk), chunk)
+            self._sum += exact_product(other.float() - chunk, chunk)
 
     def mean(self) -> Tensor:
         return self._sum / max(1, self.tokens)

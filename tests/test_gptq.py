@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lowbit.calib.statistics import Hessian
-from lowbit.kernels.affine import dequantize_affine
+from lowbit.calib.statistics import Hessian, InputShift
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
+from lowbit.quantize.passes.gptq import corrected_weight, factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import GPTQSettings
 from lowbit.quantize.quantized import Quantized
-from lowbit.quantize.spec import Channel, Group, QuantSpec
+from lowbit.quantize.spec import Block, Channel, Group, QuantSpec
 
 ROWS, COLUMNS = 48, 128
 
@@ -30,7 +29,7 @@ def layer() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def output_error(w: torch.Tensor, h: torch.Tensor, q: Quantized) -> float:
-    difference = w - dequantize_affine(q.codes, q.scale, q.zero_point)
+    difference = w - q.dequantize()
     return ((difference @ h) * difference).sum().item()
 
 
@@ -47,6 +46,47 @@ def test_beats_rounding_to_nearest(layer, num_bits, symmetric, granularity, act_
     spec = QuantSpec(num_bits, granularity=granularity, symmetric=symmetric)
     got = output_error(w, h, solve(w, h, spec, GPTQSettings(act_order=act_order)))
     assert got < 0.8 * output_error(w, h, rtn_quantize(w, spec, torch.float16))
+
+
+FLOATS = {
+    "nvfp4": QuantSpec(4, "float", Group(16), scale_dtype="e4m3"),
+    "mxfp4": QuantSpec(4, "float", Group(32), scale_dtype="e8m0"),
+    "fp8 channel": QuantSpec(8, "float", Channel()),
+    "fp8 block": QuantSpec(8, "float", Block(32, 48)),
+}
+
+
+@pytest.mark.parametrize("spec", FLOATS.values(), ids=FLOATS)
+def test_beats_rounding_to_nearest_in_float_formats(layer, spec: QuantSpec) -> None:
+    w, h = layer
+    solved = solve(w, h, spec, GPTQSettings())
+    rounded = rtn_quantize(w, spec, torch.float16)
+    assert solved.scale.shape == rounded.scale.shape == spec.scale_shape(ROWS, COLUMNS)
+    assert output_error(w, h, solved) < 0.8 * output_error(w, h, rounded)
+
+
+def test_correction_of_inputs_brings_outputs_nearer_to_the_float_models(layer) -> None:
+    w, _ = layer
+    g = torch.Generator().manual_seed(3)
+    mix = torch.randn(COLUMNS, COLUMNS, generator=g) / COLUMNS**0.5
+    f = torch.randn(2048, COLUMNS, generator=g) @ mix
+    x = f + 0.3 * f.roll(1, 1) + 0.1 * torch.randn(2048, COLUMNS, generator=g)
+    hessian, shift = Hessian(COLUMNS), InputShift(COLUMNS)
+    hessian.add(x)
+    shift.add_pair(x, f)
+    assert torch.allclose(shift.mean(), (f - x).T @ x / 2048, atol=1e-4)
+    factor = factor_hessian(hessian.mean(), GPTQSettings(dampening_frac=1e-4))
+    spec = QuantSpec(4, granularity=Group(32))
+
+    def error(strength: float) -> float:
+        aim = corrected_weight(w, factor, shift.mean(), strength)
+        q = gptq_quantize(aim, factor, spec, torch.float16, GPTQSettings()).quantized
+        return (f @ w.T - x @ q.dequantize().T).square().mean().item()
+
+    assert torch.equal(corrected_weight(w, factor, shift.mean(), 0.0), w)
+    least = torch.linalg.lstsq(x, f @ w.T).solution.T
+    assert torch.allclose(corrected_weight(w, factor, shift.mean(), 1.0), least, atol=2e-2)
+    assert error(1.0) < 0.5 * error(0.5) < 0.5 * error(0.0)
 
 
 @pytest.mark.parametrize("num_bits", [3, 4])
@@ -125,7 +165,7 @@ def test_dead_columns_are_rounded_and_counted(layer) -> None:
     assert factor.dead == 1
     q = gptq_quantize(w, factor, QuantSpec(8), torch.float32, settings).quantized
     assert torch.isfinite(q.scale).all()
-    value = dequantize_affine(q.codes, q.scale, None)[:, 5]
+    value = q.dequantize()[:, 5]
     assert torch.allclose(value, w[:, 5], atol=0.03)
 
 
