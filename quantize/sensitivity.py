@@ -8,7 +8,9 @@ the rows of D, f the outputs' shares and G the Hessian of inputs weighted by the
 
 D is that of rounding to nearest with searched scales. A quantizer that feeds errors forward leaves
 less of it: sum_o d_o diag(U)^-2 d_o^T where rounding alone leaves sum_o d_o H d_o^T, with U the
-Cholesky factor that it works with (passes/gptq.py).
+Cholesky factor that it works with (passes/gptq.py). U_jj^-2 is what column j's input cannot be
+predicted from the k columns after it; found on the very n tokens that it is fitted to, it is too
+small by the factor 1 - k/n, which is taken back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from ..calib.fisher import LayerFisher, OutputFisher, run_backward
 from ..calib.model import LayeredModel
+from ..calib.statistics import Hessian
 from ..kernels.errors import UserError
 from ..kernels.packing import packed_words
 from .checkpoint.ct_config import format_of
@@ -32,6 +35,7 @@ from .ranges import choose_qparams
 from .spec import LayerScheme, QuantSpec
 
 SAMPLED_ROWS = 256  # rows of a weight that are rounded to estimate its error
+LEAST_FREEDOM = 0.125  # of 1 - k/n: with too few tokens the prediction is a guess
 SHAPE_BITS = 2 * 64  # a packed weight is stored with its shape
 
 
@@ -96,7 +100,7 @@ def stored_bits(scheme: LayerScheme, shape: tuple[int, int], scale_dtype: torch.
 def rounding_costs(
     w: Tensor,
     specs: Sequence[QuantSpec],
-    hessian: Tensor,
+    hessian: Hessian,
     factor: Factor,
     fisher: OutputFisher,
     scale_dtype: torch.dtype,
@@ -104,24 +108,32 @@ def rounding_costs(
 ) -> list[float]:
     """The predicted KL divergence, in nats a token, of quantizing w [out, in] to each of `specs`.
 
-    hessian, factor: of its input, float32 [in, in]. Estimated from SAMPLED_ROWS rows of w.
+    hessian, factor: of its input. Estimated from SAMPLED_ROWS rows of w.
     """
     rows = torch.arange(0, len(w), max(1, -(-len(w) // SAMPLED_ROWS)), device=w.device)
     sample = w[rows].float()
     weight = fisher.output_weight()[rows, None] * (len(w) / len(rows))
-    guided = fisher.guided.mean()
-    remaining = torch.empty_like(factor.diagonal)
-    remaining[factor.order] = factor.u.diagonal().square().reciprocal()
+    guided, plain = fisher.guided.mean(), hessian.mean()
+    remaining = _unpredicted(factor, hessian.tokens)
     costs = []
     for spec in specs:
         params = choose_qparams(sample, spec, scale_dtype, factor.diagonal)
         error = sample - round_to_nearest(sample, spec, params).dequantize()
         cost = 0.5 * float(((error @ guided) * error * weight).sum())
         if feedback:
-            plain = float(((error @ hessian) * error).sum())
-            cost *= min(1.0, float((error.square() * remaining).sum()) / max(plain, 1e-30))
+            rounded = float(((error @ plain) * error).sum())
+            cost *= min(1.0, float((error.square() * remaining).sum()) / max(rounded, 1e-30))
         costs.append(max(cost, 0.0))
     return costs
+
+
+def _unpredicted(factor: Factor, tokens: int) -> Tensor:
+    """float32 [in]: the mean square of each input that the later ones do not tell."""
+    later = torch.arange(len(factor.order) - 1, -1, -1, device=factor.order.device)
+    freedom = (1 - later / max(tokens, 1)).clamp(min=LEAST_FREEDOM)
+    unpredicted = torch.empty_like(factor.diagonal)
+    unpredicted[factor.order] = (factor.u.diagonal().square() * freedom).reciprocal()
+    return unpredicted
 
 
 def _layer_units(
@@ -129,15 +141,15 @@ def _layer_units(
 ) -> Sequence[Unit]:
     costs: dict[str, list[float]] = {}
     for shared in layer.inputs:
-        hessian = shared.hessian.mean()
-        factor = factor_hessian(hessian, GPTQSettings())
+        factor = factor_hessian(shared.hessian.mean(), GPTQSettings())
         for name in shared.readers:
             measured = linears[name]
             specs = [scheme.weights for scheme in measured.candidates]
             weight = model.shards.get(model.tensor_name(f"{name}.weight"), model.device)
             costs[name] = rounding_costs(
-                weight, specs, hessian, factor, layer.fisher[name], weight.dtype, measured.feedback
-            )
+                weight, specs, shared.hessian, factor, layer.fisher[name], weight.dtype,
+                measured.feedback,
+            )  # fmt: skip
     units = [tuple(shared.readers) for shared in layer.inputs]
     return [_unit(model, names, linears, costs) for names in _with_experts_joined(units, linears)]
 

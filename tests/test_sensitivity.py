@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowbit.calib.fisher import LayerFisher, run_backward
+from lowbit.calib.fisher import LayerFisher, OutputFisher, run_backward
 from lowbit.calib.model import LayeredModel
+from lowbit.calib.statistics import Hessian
 from lowbit.calib.text import load_text, load_tokenizer, token_rows
 from lowbit.quantize.budget_plan import candidate_linears
 from lowbit.quantize.checkpoint.compress import compress
@@ -94,7 +95,9 @@ def test_predicts_the_divergence_of_each_input_s_linears(data: Path) -> None:
             for n, w in originals.items():
                 weights[n].data = w
             costs = [
-                rounding_costs(w, [spec], hessian, factor, layer.fisher[n], torch.float16, True)
+                rounding_costs(
+                    w, [spec], shared.hessian, factor, layer.fisher[n], torch.float16, True
+                )
                 for n, w in originals.items()
             ]
             predicted.append(sum(cost for [cost] in costs))
@@ -104,3 +107,27 @@ def test_predicts_the_divergence_of_each_input_s_linears(data: Path) -> None:
     assert len(ratio) == 20 and ratio.min() > 0.5 and ratio.max() < 2
     ranks = torch.stack([t.argsort().argsort() for t in map(torch.tensor, (predicted, measured))])
     assert torch.corrcoef(ranks.double())[0, 1] > 0.9
+
+
+def test_few_tokens_foresee_as_much_error_as_many() -> None:
+    """A factor fitted to few tokens leaves too little error on those very tokens."""
+    columns, spec, settings = 96, QuantSpec(4, granularity=Group(32)), GPTQSettings()
+    g = torch.Generator().manual_seed(0)
+    mix = torch.randn(columns, columns, generator=g) / columns**0.5 + 0.5 * torch.eye(columns)
+    w = 0.1 * torch.randn(64, columns, generator=g)
+    fresh = torch.randn(20_000, columns, generator=g) @ mix
+    fisher = OutputFisher(torch.nn.Linear(columns, 64, bias=False))
+    fisher.add(fresh, torch.ones(len(fresh), 64))  # each output weighs 1: cost = error / 2
+    predicted, left, seen = [], [], []
+    for tokens in (400, 20_000):
+        hessian = Hessian(columns)
+        hessian.add(torch.randn(tokens, columns, generator=g) @ mix)
+        factor = factor_hessian(hessian.mean(), settings)
+        predicted += rounding_costs(w, [spec], hessian, factor, fisher, torch.float16, True)
+        solved = gptq_quantize(w, factor, spec, torch.float16, settings)
+        error = w - solved.quantized.dequantize()
+        left.append(0.5 * float((error @ fresh.T).square().sum()) / len(fresh))
+        seen.append(0.5 * float(solved.error.sum()))
+    assert predicted[0] == pytest.approx(predicted[1], rel=0.05)
+    assert seen[0] < 0.92 * seen[1]
+    assert all(0.6 * error < cost < error for cost, error in zip(predicted, left, strict=True))
