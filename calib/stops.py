@@ -126,10 +126,13 @@ def wanted_linears(name: str, layer: nn.Module, wants: Callable[[str], bool]) ->
 
 
 def first_row(call: LayerCall) -> LayerCall:
-    """The call for its first row alone: tensors whose first dimension counts rows are cut."""
+    """The call for its first row alone: tensors whose first dimension counts rows are cut, also
+    those in a tuple (position embeddings)."""
     rows = len(call.hidden)
 
     def cut(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(cut, value))
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] % rows == 0:
             return value[: value.shape[0] // rows]
         return value
