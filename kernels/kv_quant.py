@@ -18,6 +18,7 @@ before codes are chosen; it is its own inverse. Keys are rotated after RoPE.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from .elements import Elements, elements_of
 SCALE_DTYPE = torch.float16
 SMALLEST_SCALE = 2.0**-14  # float16's smallest normal number
 LARGEST = 65504.0  # float16's largest
+NORMAL_STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352}
+"""Bits -> the step, in standard deviations, of the uniform quantizer of least squared error for
+normally distributed values (Max, Quantizing for Minimum Distortion, 1960)."""
 
 
 class KVFormat(NamedTuple):
@@ -37,7 +41,8 @@ class KVFormat(NamedTuple):
 
     axis: "channels": `group` channels of a token share a scale; "tokens": `group` tokens of a
         channel; "static": the scale is given, one or one for each head.
-    clip: share of each range that the codes span; what lies beyond saturates.
+    narrow: asymmetric scales are no wider than suits normally distributed values of the same
+        spread, and the farthest saturate.
     rotate: through a Hadamard matrix first.
     """
 
@@ -46,7 +51,7 @@ class KVFormat(NamedTuple):
     symmetric: bool
     axis: Literal["channels", "tokens", "static"]
     group: int = 0
-    clip: float = 1.0
+    narrow: bool = False
     rotate: bool = False
 
     @property
@@ -62,6 +67,19 @@ class KVCodes(NamedTuple):
     codes: Tensor
     scale: Tensor | None
     offset: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> KVCodes:
+        """`change` of every part there is."""
+        scale, offset = (None if part is None else change(part) for part in self[1:])
+        return KVCodes(change(self.codes), scale, offset)
+
+    def then(self, newer: KVCodes) -> KVCodes:
+        """These entries, and `newer` after them."""
+        scale, offset = (
+            None if a is None or b is None else torch.cat([a, b], dim=2)
+            for a, b in zip(self[1:], newer[1:], strict=True)
+        )
+        return KVCodes(torch.cat([self.codes, newer.codes], dim=2), scale, offset)
 
 
 def quantize_kv(x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None) -> KVCodes:
@@ -129,14 +147,21 @@ def choose_scales(grouped: Tensor, fmt: KVFormat, axis: int) -> tuple[Tensor, Te
     with that axis kept."""
     lowest, highest = fmt.elements.lowest, fmt.elements.highest
     if fmt.symmetric:
-        peak = grouped.abs().amax(axis, keepdim=True)
-        return _as_scale(peak * (fmt.clip / highest)), None
+        return _as_scale(grouped.abs().amax(axis, keepdim=True) / highest), None
     low, high = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
-    span = (high - low) / (highest - lowest)
-    offset = _saturated(low - lowest * span)
-    # the rounded offset may have moved: both ends must still be reached
+    scale = (high - low) / (highest - lowest)
+    centre = low - lowest * scale  # of the codes' range lies at (lowest + highest) / 2 = -1/2
+    narrow = None
+    if fmt.narrow:
+        spread, mean = torch.std_mean(grouped, axis, correction=0, keepdim=True)
+        best = spread * NORMAL_STEPS[fmt.num_bits]
+        narrow = best < scale
+        scale = torch.where(narrow, best, scale)
+        centre = torch.where(narrow, mean + best / 2, centre)
+    offset = centre.clamp_(-LARGEST, LARGEST).to(SCALE_DTYPE)
+    # the rounded offset has moved: both ends must still be reached
     reach = torch.maximum((high - offset.float()) / highest, (low - offset.float()) / lowest)
-    return _as_scale(reach * fmt.clip), offset
+    return _as_scale(reach if narrow is None else torch.where(narrow, scale, reach)), offset
 
 
 def rotate_heads(x: Tensor) -> Tensor:
@@ -183,7 +208,3 @@ def _unpacked(codes: Tensor, fmt: KVFormat, head_dim: int) -> Tensor:
 
 def _as_scale(scale: Tensor) -> Tensor:
     return scale.clamp_(SMALLEST_SCALE, LARGEST).to(SCALE_DTYPE)
-
-
-def _saturated(offset: Tensor) -> Tensor:
-    return offset.clamp_(-LARGEST, LARGEST).to(SCALE_DTYPE)

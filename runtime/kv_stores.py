@@ -94,23 +94,20 @@ class TokenStore(_ByColumn):
         self.head_dim, self.dtype = x.shape[3], x.dtype
         new = quantize_kv(x, self.fmt, self.static_scale)
         if self.entries is None:
-            self.entries = KVCodes(*(None if part is None else self._zeros(part) for part in new))
+            self.entries = new.each(self._zeros)
         for stored, part in zip(self.entries, new, strict=True):
             if stored is not None and part is not None:
                 stored[self.rows, :, begin : begin + x.shape[2]] = part
 
     def read(self, end: int) -> Tensor:
         assert self.entries is not None
-        parts = (None if p is None else p[self.rows, :, self.start : end] for p in self.entries)
-        return dequantize_kv(
-            KVCodes(*parts), self.fmt, self.head_dim, self.dtype, self.static_scale
-        )
+        entries = self.entries.each(lambda part: part[self.rows, :, self.start : end])
+        return dequantize_kv(entries, self.fmt, self.head_dim, self.dtype, self.static_scale)
 
     def keep(self, rows: Tensor) -> None:
         self.batch = rows.numel()
         if self.entries is not None:
-            parts = (None if p is None else p.index_select(0, rows) for p in self.entries)
-            self.entries = KVCodes(*parts)
+            self.entries = self.entries.each(lambda part: part.index_select(0, rows))
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +186,7 @@ class _RowOfGroups:
         self.newest = x[:, :, whole:].clone()
         if whole:
             new = quantize_kv(x[:, :, :whole], self.fmt)
-            self.codes = new if self.codes is None else _joined(self.codes, new)
+            self.codes = new if self.codes is None else self.codes.then(new)
 
     def read(self) -> Tensor:
         """[1, heads, all tokens so far, head_dim]."""
@@ -204,11 +201,3 @@ class _RowOfGroups:
     def nbytes(self) -> int:
         parts = [self.newest, *(self.codes or ())]
         return sum(part.nbytes for part in parts if part is not None)
-
-
-def _joined(first: KVCodes, then: KVCodes) -> KVCodes:
-    """The entries of `then` after those of `first`."""
-    pairs = zip(first, then, strict=True)
-    return KVCodes(
-        *(None if a is None or b is None else torch.cat([a, b], dim=2) for a, b in pairs)
-    )
