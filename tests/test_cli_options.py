@@ -57,6 +57,7 @@ VALUES: dict[type, dict[str, st.SearchStrategy[Any]]] = {
         "seq_len": st.integers(2, 2**40),
         "seed": st.integers(0, 2**63 - 1),
         "shuffle": st.booleans(),
+        "all_experts": st.booleans(),
     },
     Execution: {
         "order": st.sampled_from(["sequential", "parallel"]),
