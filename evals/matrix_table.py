@@ -151,12 +151,11 @@ def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Re
 def _bar_cell(bar: Bar | None, found: Verdict | None) -> str:
     if bar is None:
         return ""
+    limit = f"{bar.limit:g}" if bar.of == "nats" else f"{bar.limit:g} of {bar.of}"
     if found is None:
-        return f"{bar.limit:g} of {bar.of}: open"
-    state = "passed" if found.passed else "missed"
-    return f"{found.ratio:.4g} <= {found.limit:g} of {found.of}: {state}".replace(
-        "<=", "<=" if found.passed else ">"
-    )
+        return f"{limit}: open"
+    sign, state = ("<=", "passed") if found.passed else (">", "missed")
+    return f"{found.ratio:.3g} {sign} {limit}: {state}"
 
 
 def _number(value: float | None, form: str) -> str:
