@@ -181,6 +181,7 @@ def _search_symmetric(groups: Tensor, h: Tensor, codes: Elements, store: ScaleSt
         return QParams(search.refit(), None)
     # the range's longer side goes to the code qmin: a positive scale when it is the negative side
     longer = torch.where(top > -bottom, top, bottom)
+    search.offer(store.round(longer.abs() / ((codes.highest - codes.lowest) / 2)))  # the plain one
     for share in SHRINK_GRID:
         for scale in (longer * (share / codes.lowest), longer * (share / -codes.highest)):
             search.offer(store.round(scale))
