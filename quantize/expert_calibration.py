@@ -2,9 +2,9 @@
 
 A router spreads tokens unevenly, so some experts' Hessians are sums over few tokens or none. GPTQ
 trusts its Hessian: with fewer tokens than input columns it moves the rounding errors where it
-believes that nothing is read, and does worse than rounding to nearest. Measured on layers of a
-trained model, with Hessians of n tokens for a linear with c input columns: damping by c / n of the
-mean diagonal keeps GPTQ ahead of rounding to nearest (scales searched) down to about n = c / 4.
+believes that nothing is read, and can do worse than rounding to nearest. Measured on linears of
+trained models (docs/methods.md), with Hessians of n tokens for c input columns: damping by c / n of
+the mean diagonal, at most 1, keeps GPTQ ahead of rounding to nearest down to about n = c / 16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .plan import Plan
 from .recipe import Recipe
 from .spec import LayerScheme
 
-TOKENS_A_COLUMN = 0.25  # with fewer, an expert's linear is rounded to nearest
+TOKENS_A_COLUMN = 1 / 16  # with fewer, an expert's linear is rounded to nearest
 
 
 def with_all_tokens(recipe: Recipe, plan: Plan, experts: Collection[str]) -> Recipe:
