@@ -19,6 +19,9 @@ from lowbit.quantize.spec import PRESETS
 from lowbit.runtime import LLM
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from .command import Commands
+from .moe_models import EXPERTS
+from .moe_models import FAMILIES as MIXTURES
 from .runtime_models import VOCAB, quantize_folder, save_tiny
 
 SCHEMES = [
@@ -123,3 +126,15 @@ def test_bits_a_weight(scheme, bits, checkpoint) -> None:
     assert size_report(checkpoint(scheme)).quantized_bits_per_weight == pytest.approx(
         bits, rel=0.04
     )
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])
+def test_experts_see_quantized_inputs_too(scheme, command: Commands, tmp_path: Path) -> None:
+    """Fused by transformers, they are taken apart to be measured."""
+    source = save_tiny(tmp_path / "moe", MIXTURES["qwen3_moe"]())
+    out = tmp_path / scheme
+    assert command("run", source, "-o", out, "--method", "rtn", "--scheme", scheme).code == 0
+    want = load_scorer(out)(IDS)
+    llm = LLM(out, dtype="float32", linear_kernel="dense" if scheme[0] == "F" else "dequant")
+    torch.testing.assert_close(llm.logits(IDS)[0], want, atol=1e-4, rtol=1e-4)
+    assert sum(".experts." in r.module for r in llm.linear_report()) == 2 * EXPERTS * 3
