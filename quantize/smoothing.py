@@ -103,50 +103,53 @@ class _Smoothing(LayerTransform):
     ) -> None:
         with self._worker.timed(self._transform.method):
             names = [list(group.linears) for group in groups]
-            for group, fold in zip(
-                groups, find_folds(layer_name, layer, names, first_row(calls[0])), strict=True
-            ):
-                reason = self._refusal(fold)
+            folds = find_folds(layer_name, layer, names, first_row(calls[0]))
+            notes: dict[str, Any] = {}
+            for group, fold in zip(groups, folds, strict=True):
+                key = " ".join(n.removeprefix(f"{layer_name}.") for n in group.linears)
+                reason = self._refusal(group, fold)
                 if reason is not None or isinstance(fold, NoFold):
-                    self._note(group, {"left_alone": reason})
-                    continue
-                planned = {n: self._plan.linears[n] for n in group.linears}
-                name, first = next(iter(planned.items()))
-                weights = {n: self._worker.weights.get(f"{n}.weight") for n in planned}
-                stored = self._worker.weights.stored_dtype(f"{name}.weight")
-                self._smooth(Problem(fold, group, weights, first, stored, layer, calls))
+                    notes[key] = {"left_alone": reason}
+                else:
+                    notes[key] = self._smooth(self._problem(fold, group, layer, calls))
+            self._worker.transform_report[self._transform.method] = notes
 
-    def _refusal(self, fold: Fold | NoFold) -> str | None:
+    def _refusal(self, group: InputGroup, fold: Fold | NoFold) -> str | None:
         """Why a group stays as it is; None: it does not."""
         if isinstance(fold, NoFold):
             return fold.reason
+        if group.statistics["channel_range"].tokens == 0:
+            return "no calibration token reached it"
         feeder = self._plan.linears.get(fold.feeder)
         if feeder and not isinstance(feeder.scheme.weights.granularity, Channel | Group):
             return f"scales of {fold.feeder} span rows: it would round worse"
         return None
 
-    def _smooth(self, problem: Problem) -> None:
+    def _problem(
+        self, fold: Fold, group: InputGroup, layer: nn.Module, calls: list[LayerCall]
+    ) -> Problem:
+        held, names = self._worker.weights, list(group.linears)
+        weights = {n: held.get(f"{n}.weight") for n in names}
+        stored = held.stored_dtype(f"{names[0]}.weight")
+        return Problem(fold, group, weights, self._plan.linears[names[0]], stored, layer, calls)
+
+    def _smooth(self, problem: Problem) -> dict[str, Any]:
+        """Choose scales and fold them; what is reported of it."""
         scales, report = self._choose(problem)
         applied = apply_fold(
             problem.fold, scales, self._worker.weights, self._plan.linears.__contains__
         )
-        report |= {
-            "feeder": problem.fold.feeder,
-            "scales": [float(applied.min()), float(applied.max())],
-        }
-        self._finish(problem, applied[problem.fold.columns], report)
-        self._note(problem.group, report)
+        report["feeder"] = problem.fold.feeder
+        report["scales"] = [float(applied.min()), float(applied.max())]
+        return report | self._finish(problem, applied[problem.fold.columns])
 
     def _choose(self, problem: Problem) -> tuple[Tensor, dict[str, Any]]:
         """Scales for the fold, and what is reported of them."""
         raise NotImplementedError
 
-    def _finish(self, problem: Problem, by_column: Tensor, report: dict[str, Any]) -> None:
-        """What remains to be done when the scales [in] are folded."""
-
-    def _note(self, group: InputGroup, report: dict[str, Any]) -> None:
-        notes = self._worker.transform_report.setdefault(self._transform.method, {})
-        notes[" ".join(n.rpartition(".")[2] for n in group.linears)] = report
+    def _finish(self, problem: Problem, by_column: Tensor) -> dict[str, Any]:
+        """What remains to be done when the scales [in] are folded; what is reported of it."""
+        return {}
 
 
 class AWQ(_Smoothing):
@@ -174,29 +177,28 @@ class AWQ(_Smoothing):
             "loss_ratio": choice.loss / max(choice.plain_loss, 1e-30),
         }
 
-    def _finish(self, problem: Problem, by_column: Tensor, report: dict[str, Any]) -> None:
-        settings, spec = self._transform.awq, problem.spec
-        if not settings.clip or searches_ranges(problem.planned):
-            return
-        if not isinstance(spec.granularity, Channel | Group):
-            return
+    def _finish(self, problem: Problem, by_column: Tensor) -> dict[str, Any]:
+        settings, spec, held = self._transform.awq, problem.spec, self._worker.weights
+        by_rows = isinstance(spec.granularity, Channel | Group)
+        if not settings.clip or not by_rows or searches_ranges(problem.planned):
+            return {}
         hessian = problem.hessian() / (by_column * by_column.unsqueeze(1))
         clipped = [n for n in problem.weights if not QUERY_OR_KEY.match(n.rpartition(".")[2])]
         for name in clipped:
-            weight = self._worker.weights.get(f"{name}.weight")
+            weight = held.get(f"{name}.weight")
             value = clip_weight(weight, hessian, spec, problem.scale_dtype, settings)
-            self._worker.weights.set(f"{name}.weight", value)
-        report["clipped"] = [n.rpartition(".")[2] for n in clipped]
+            held.set(f"{name}.weight", value)
+        return {"clipped": [n.rpartition(".")[2] for n in clipped]}
 
 
 class SmoothQuant(_Smoothing):
     """See quantize/passes/smoothquant.py."""
 
-    def _refusal(self, fold: Fold | NoFold) -> str | None:
+    def _refusal(self, group: InputGroup, fold: Fold | NoFold) -> str | None:
         settings = self._transform.smoothquant
         if isinstance(fold, Fold) and fold.added is None and not settings.through_linears:
             return "a linear feeds it, and through_linears is off"
-        return super()._refusal(fold)
+        return super()._refusal(group, fold)
 
     def _choose(self, problem: Problem) -> tuple[Tensor, dict[str, Any]]:
         settings, columns = self._transform.smoothquant, problem.fold.columns

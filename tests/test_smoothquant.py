@@ -162,4 +162,4 @@ def test_a_model_with_outliers_errs_less_when_smoothed(how, tmp_path: Path) -> N
     assert errors["smooth"] < 0.6 * errors["plain"]
     report = json.loads((tmp_path / "smooth" / "quantization_report.json").read_text())
     smoothed = report["transforms"]["model.layers.0"]["smoothquant"]
-    assert ("left_alone" in smoothed["down_proj"]) == (how == {"through_linears": False})
+    assert ("left_alone" in smoothed["mlp.down_proj"]) == (how == {"through_linears": False})
