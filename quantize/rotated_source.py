@@ -7,7 +7,6 @@ ever written or held.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from .passes.rotate import (
     value_rotation,
 )
 from .passes.settings import RotateSettings
-from .rotation_roles import ResidualRoles, Role, residual_roles, value_roles
+from .rotation_roles import Role, find_roles
 
 WRITABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -47,18 +46,9 @@ class RotatedSource:
         """model: the unrotated model of the same folder."""
         self.settings = settings
         self._source = source
-        residual = residual_roles(model, source) if settings.r1 else ResidualRoles({}, 0.0)
-        self._roles, self._offset = dict(residual.roles), residual.gain_offset
-        for name, role in (value_roles(model, source) if settings.r2 else {}).items():
-            first = self._roles.get(name, Role())
-            self._roles[name] = replace(
-                role, reads=first.reads, gain=first.gain, writes=first.writes
-            )
-        self.residual = (
-            residual_rotation(model.config.get_text_config().hidden_size, settings)
-            if settings.r1
-            else None
-        )
+        self._roles, self._gain_offset = find_roles(model, source, settings)
+        hidden = model.config.get_text_config().hidden_size
+        self.residual = residual_rotation(hidden, settings) if settings.r1 else None
         self._value_rotation = lru_cache(maxsize=2)(
             lambda size, layer: value_rotation(size, layer, settings)
         )
@@ -119,7 +109,7 @@ class RotatedSource:
         return tensor
 
     def _gain(self, norm: str, device: torch.device) -> Tensor:
-        return self._source.get(norm, device).float() + self._offset
+        return self._source.get(norm, device).float() + self._gain_offset
 
     def _check_dtypes(self) -> None:
         for name in self.changed:

@@ -10,7 +10,7 @@ the model without a word.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..calib.shards import TensorSource
 from ..kernels.errors import UserError
 from ..kernels.names import names_in_model
 from .passes.rotate import HeadRows
+from .passes.settings import RotateSettings
 
 MLP = r"(?:mlp|block_sparse_moe)"
 EXPERT = rf"{MLP}(?:\.(?:shared_experts?|experts\.\d+))?"
@@ -63,16 +64,29 @@ class Role:
     writes: bool = False
 
 
-class ResidualRoles(NamedTuple):
-    """roles: stored name -> role, for every tensor that R1 changes. gain_offset: what is added to a
+class Roles(NamedTuple):
+    """roles: stored name -> role, for every tensor that changes. gain_offset: what is added to a
     norm's weight to give its gain (Gemma: 1)."""
 
     roles: dict[str, Role]
-    gain_offset: float
+    gain_offset: float = 0.0
 
 
-def residual_roles(model: LayeredModel, source: TensorSource) -> ResidualRoles:
-    """The tensors of `source`, the folder of `model`, that read or write the residual stream.
+def find_roles(model: LayeredModel, source: TensorSource, settings: RotateSettings) -> Roles:
+    """The roles of the tensors of `source`, the folder of `model`, under R1 and R2 together.
+
+    Raises UserError, with the reason, for a model that they cannot be fused into.
+    """
+    residual = residual_roles(model, source) if settings.r1 else Roles({})
+    roles = dict(residual.roles)
+    for name, role in (value_roles(model, source) if settings.r2 else {}).items():
+        other = roles.get(name, Role())
+        roles[name] = replace(role, reads=other.reads, gain=other.gain, writes=other.writes)
+    return Roles(roles, residual.gain_offset)
+
+
+def residual_roles(model: LayeredModel, source: TensorSource) -> Roles:
+    """The tensors that read or write the residual stream, and the norms between.
 
     Raises UserError, with the reason, for a model that R1 cannot be fused into.
     """
@@ -107,7 +121,7 @@ def residual_roles(model: LayeredModel, source: TensorSource) -> ResidualRoles:
         if role is not None:
             _check_width(model, source, name, role)
             roles[name] = role
-    return ResidualRoles(roles, offset)
+    return Roles(roles, offset)
 
 
 def _role_in_layer(
