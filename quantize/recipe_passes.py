@@ -21,7 +21,7 @@ from .passes.settings import (
     SmoothQuantSettings,
     one_of,
 )
-from .spec import LayerScheme, scheme_from_name
+from .spec import Channel, Group, LayerScheme, scheme_from_name
 
 TRANSFORMS = ("rotate", "smoothquant", "awq")
 QUANTIZERS = ("gptq", "rtn", "hqq", "signround")
@@ -78,6 +78,12 @@ class WeightPass:
         scheme = scheme_from_name(self.scheme, self.group_size)
         if not self.targets:
             raise UserError("a pass without targets does nothing; name at least one")
+        if self.gptq.refine_rounds and not isinstance(
+            scheme.weights.granularity, Channel | Group
+        ):
+            raise UserError(
+                f"refine_rounds is for scales of channels or groups, which {self.scheme} has not"
+            )
         if self.method in ("hqq", "signround") and scheme.weights.type != "int":
             raise UserError(
                 f"{self.method} is for integer formats, not {self.scheme}; use rtn or gptq"

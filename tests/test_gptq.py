@@ -89,6 +89,31 @@ def test_correction_of_inputs_brings_outputs_nearer_to_the_float_models(layer) -
     assert error(1.0) < 0.5 * error(0.5) < 0.5 * error(0.0)
 
 
+REFINED = {
+    "w4": QuantSpec(4, granularity=Group(32)),
+    "w2 asym": QuantSpec(2, granularity=Group(32), symmetric=False),
+    "w3 channel": QuantSpec(3, granularity=Channel()),
+    "nvfp4": FLOATS["nvfp4"],
+    "fp8 channel": FLOATS["fp8 channel"],
+}
+
+
+@pytest.mark.parametrize("spec", REFINED.values(), ids=REFINED)
+def test_every_round_of_refinement_lowers_the_error(layer, spec: QuantSpec) -> None:
+    w, h = layer
+    errors = []
+    for rounds in (0, 1, 3):
+        settings = GPTQSettings(refine_rounds=rounds)
+        factor = factor_hessian(h, settings)
+        result = gptq_quantize(w, factor, spec, torch.float16, settings)
+        difference = w - result.quantized.dequantize()
+        told = ((difference @ factor.damped()) * difference).sum(1)
+        assert torch.allclose(result.error, told, rtol=1e-3, atol=1e-6)
+        errors.append(result.error.sum().item())
+    assert errors[2] < errors[1] < errors[0]
+    assert errors[2] < 0.98 * errors[0]
+
+
 @pytest.mark.parametrize("num_bits", [3, 4])
 def test_each_refinement_pays(layer, num_bits: int) -> None:
     w, h = layer

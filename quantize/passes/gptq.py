@@ -24,23 +24,29 @@ from ...kernels.errors import UserError
 from ..ranges import QParams, choose_qparams, scale_store
 from ..quantized import Quantized, elements
 from ..spec import Block, Group, QuantSpec
+from .refine import refine
 from .settings import MAX_DAMP, GPTQSettings
 
 
 class Factor(NamedTuple):
     """A factored Hessian, shared by every linear that reads the same input.
 
-    order int64 [in]: columns in processing order. u float32 [in, in]: upper Cholesky factor of the
-    inverse of the damped, reordered Hessian. diagonal float32 [in]: the damped diagonal, memory
-    order. dampening_frac: the share that made the factorization succeed. dead: number of columns
+    hessian float32 [in, in]: as it was given. order int64 [in]: columns in processing order. u
+    float32 [in, in]: upper Cholesky factor of the inverse of the damped, reordered Hessian.
+    diagonal float32 [in]: the damped diagonal, memory order. dampening_frac: the share that made the factorization succeed. dead: number of columns
     whose input was always zero.
     """
 
+    hessian: Tensor
     order: Tensor
     u: Tensor
     diagonal: Tensor
     dampening_frac: float
     dead: int
+
+    def damped(self) -> Tensor:
+        """The Hessian with the diagonal that was factored."""
+        return torch.diagonal_scatter(self.hessian, self.diagonal)
 
 
 class GPTQResult(NamedTuple):
@@ -72,7 +78,7 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
         reordered.diagonal().copy_((diagonal + damp * mean)[order])
         u = _inverse_factor(reordered)
         if u is not None:
-            return Factor(order, u, diagonal + damp * mean, damp, int(dead.sum()))
+            return Factor(hessian, order, u, diagonal + damp * mean, damp, int(dead.sum()))
         damp *= 10
         if damp > MAX_DAMP:
             raise UserError(
@@ -157,12 +163,12 @@ def gptq_quantize(
     restored = torch.empty_like(codes, dtype=kept)
     restored[factor.order] = codes.to(kept)
     params = table.params
-    return GPTQResult(
-        Quantized(
-            restored.T.contiguous(), params.scale, params.zero_point, spec, params.global_scale
-        ),
-        error,
+    quantized = Quantized(
+        restored.T.contiguous(), params.scale, params.zero_point, spec, params.global_scale
     )
+    if settings.refine_rounds:
+        return GPTQResult(*refine(w, factor.damped(), quantized, settings.refine_rounds))
+    return GPTQResult(quantized, error)
 
 
 def _columns_a_group(spec: QuantSpec, columns: int) -> int:

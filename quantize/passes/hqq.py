@@ -1,17 +1,18 @@
 """HQQ: half-quadratic quantization (Badri & Shaji 2023, mobiusml.github.io/hqq_blog), data-free.
 
-Weights have outliers, and a squared error lets them set a group's range. HQQ minimizes sum |w - w^|^p
-with p < 1, which cares for the many and lets a few be wrong. The norm is split off into a variable e
-that takes what may be wrong (half-quadratic splitting):
+Weights have outliers, and a squared error lets them set a group's range. HQQ minimizes
+sum |w - w^|^p with p < 1, which cares for the many and lets a few be wrong. The norm is split off
+into a variable e that takes what may be wrong (half-quadratic splitting), x = w - w^:
 
-    e <- shrink(w - w^):  sign(x) max(|x| - |x|^(p-1) / beta, 0)
+    e <- sign(x) max(|x| - |x|^(p-1) / beta, 0)
     scale, zero-point <- least squares of w - e on the codes
 
 with beta growing from step to step. Here errors are measured in steps of the first scale, so that p
-and beta mean the same for every weight; both the scale and the zero-point are fitted (the paper fits
-the zero-point); symmetric formats fit the scale alone. The zero-point is a whole number in the end, as
-checkpoints store it: it is rounded, and the scale fitted again to the codes that this gives. The
-descent finds the nearest minimum, so it starts from several ranges and each group keeps the best.
+and beta mean the same for every weight; both the scale and the zero-point are fitted (the paper
+fits the zero-point); symmetric formats fit the scale alone. The zero-point is a whole number in the
+end, as checkpoints store it: it is rounded, and the scale fitted again to the codes that this
+gives. The descent finds the nearest minimum, so it starts from several ranges, and each group keeps
+the best.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Fit(NamedTuple):
 
 
 def hqq_quantize(
-    w: Tensor, spec: QuantSpec, scale_dtype: torch.dtype, settings: HQQSettings = HQQSettings()
+    w: Tensor, spec: QuantSpec, scale_dtype: torch.dtype, settings: HQQSettings
 ) -> Quantized:
     """Quantize w [out, in] (any float dtype) to integer codes; scales stored in `scale_dtype`.
 

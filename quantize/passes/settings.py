@@ -37,6 +37,7 @@ class GPTQSettings:
         plain range.
     input_correction: how much of the error that quantized inputs bring the weights make up for
         (GPTAQ), from 0 to 1; more than 0 runs the float model beside.
+    refine_rounds: how often scales and codes are looked at again after the last column (0: not).
     """
 
     dampening_frac: float = 0.01
@@ -45,8 +46,11 @@ class GPTQSettings:
     static_groups: bool = True
     scale_search: Literal["hessian", "minmax"] = "hessian"
     input_correction: float = 0.0
+    refine_rounds: int = 0
 
     def __post_init__(self) -> None:
+        if self.refine_rounds < 0:
+            raise UserError(f"refine_rounds must be at least 0, got {self.refine_rounds}")
         if not 0 <= self.input_correction <= 1:
             raise UserError(f"input_correction must be from 0 to 1, got {self.input_correction}")
         if not 0 < self.dampening_frac <= MAX_DAMP:
@@ -84,8 +88,8 @@ class SignRoundSettings:
     iterations: steps of signed gradient descent, on `batch_size` calibration rows each.
     start: "gptq" begins with GPTQ's solution, "nearest" with rounding to nearest under searched
         scales.
-    reach: how far a weight may move from its start, in steps of its scale, over 0; the sizes of the
-        descent's steps sum up to it.
+    reach: how far a weight may move from its start, in steps of its scale; the sizes of the
+        descent's steps sum up to it. None: 1.6 / 2^bits (the finer the codes, the less must turn).
     scale_reach: the same for scales, as a share of them; 0 leaves them as they are.
     momentum: share of the running mean of gradients that each step keeps, under 1.
     seed: decides the order of the rows.
@@ -94,7 +98,7 @@ class SignRoundSettings:
     iterations: int = 200
     batch_size: int = 2
     start: Literal["gptq", "nearest"] = "gptq"
-    reach: float = 0.5
+    reach: float | None = None
     scale_reach: float = 0.1
     momentum: float = 0.9
     seed: int = 0
@@ -103,7 +107,7 @@ class SignRoundSettings:
         at_least_one("iterations", self.iterations)
         at_least_one("batch_size", self.batch_size)
         one_of("start", self.start, ("gptq", "nearest"))
-        if not 0 < self.reach <= 2:
+        if self.reach is not None and not 0 < self.reach <= 2:
             raise UserError(f"reach must be over 0 and at most 2 steps, got {self.reach}")
         if not 0 <= self.scale_reach <= 0.5:
             raise UserError(f"scale_reach must be from 0 to 0.5, got {self.scale_reach}")

@@ -1,21 +1,21 @@
 """Learned rounding (SignRound, Cheng et al. 2023, arXiv:2309.05516) of a whole decoder layer.
 
 Rounding to nearest and GPTQ weigh each linear on its own. Here the layer runs with its quantized
-weights on minibatches of calibration rows, and signed gradient descent moves what is rounded so that
-the layer's output comes nearer to what the float model puts out there. Every weight has a latent x in
-steps of its scale, every group a scale s:
+weights on minibatches of calibration rows, and signed gradient descent moves what is rounded so
+that the layer's output comes nearer to what the float model puts out there. Every weight has a
+latent x in steps of its scale, every group a scale s:
 
     w ~ (round(x) - zero_point) * s
 
 The gradient passes the rounding as if it were not there (straight-through). x stays within `reach`
-of its start (the paper's V in [-0.5, 0.5]) and within the codes' range; s is multiplied by a learned
-factor, which is the paper's clip (alpha and beta) without a division: here codes do not hang on it,
-so its gradient is exact. A step is the sign of the gradient's running mean, times a size that falls
-linearly to zero.
+of its start (the paper's V in [-0.5, 0.5]) and within the codes' range; s is multiplied by a
+learned factor, which is the paper's clip (alpha and beta) without a division: codes do not hang on
+it here, so its gradient is exact. A step is the sign of the gradient's running mean, times a size
+that falls linearly to zero.
 
-Latents start on the codes of another solution, GPTQ's or the nearest ones, a little towards w / s: so
-the weights that were rounded furthest turn first. What is returned is never worse than the start on
-the rows that are checked.
+Latents start on the codes of another solution, GPTQ's or the nearest ones, but as far towards w / s
+as rounds to the same: so the weights that were rounded furthest turn first. What is returned is
+never worse than the start on the rows that are checked.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ..spec import Channel, Group, QuantSpec
 from .settings import SignRoundSettings
 
 ON_CODE = 0.49  # latents start nearer than half a step to their codes, so that they round to them
+REACH = 1.6  # over 2^bits: the default reach, in steps of the scale
 CHECKS = 4  # how often in a run the loss is measured and the best solution kept
 CHECKED_ROWS = 16
 LEAST_ENERGY = 1e-12  # mean square of a token's target below which its error counts no more
@@ -74,7 +75,7 @@ def signround_layer(
     start: Mapping[str, Quantized],
     calls: Sequence[LayerCall],
     targets: Sequence[Tensor],
-    settings: SignRoundSettings = SignRoundSettings(),
+    settings: SignRoundSettings,
 ) -> SignRoundResult:
     """Learn the rounding of the linears `weights` (name within the layer -> float [out, in]).
 
@@ -86,7 +87,8 @@ def signround_layer(
     for q in start.values():
         check_learnable(q.spec)
     with torch.inference_mode(False), torch.enable_grad():
-        trained = _Trained(layer, {n: _Latent(w, start[n]) for n, w in weights.items()}, settings)
+        latents = {n: _Latent(w, start[n], settings) for n, w in weights.items()}
+        trained = _Trained(layer, latents)
         batches = _Batches(calls, targets, settings)
         best, start_error = trained.snapshot(), trained.error(batches.checked())
         best_error = start_error
@@ -103,19 +105,11 @@ def signround_layer(
 class _Trained:
     """A layer that runs with the weights that its latents stand for."""
 
-    def __init__(
-        self, layer: nn.Module, latents: dict[str, _Latent], settings: SignRoundSettings
-    ) -> None:
+    def __init__(self, layer: nn.Module, latents: dict[str, _Latent]) -> None:
         self._layer, self._latents = layer, latents
         self._fixed = {n: plain(p) for n, p in layer.named_parameters()}
         self._fixed |= {n: plain(b) for n, b in layer.named_buffers()}
         self._dtype = next(layer.parameters()).dtype
-        # sizes that fall linearly to zero sum up to half the first one times their number
-        self._step = 2 * settings.reach / settings.iterations
-        self._scale_step = 2 * settings.scale_reach / settings.iterations
-        self._momentum = settings.momentum
-        for latent in latents.values():
-            latent.bound(settings.reach)
 
     def snapshot(self) -> dict[str, Quantized]:
         return {n: latent.quantized() for n, latent in self._latents.items()}
@@ -137,7 +131,7 @@ class _Trained:
         gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for latent, gradient in zip(self._latents.values(), gradients, strict=True):
             if gradient is not None:  # an expert that no token of the batch was routed to
-                latent.step(gradient, self._step * decay, self._scale_step * decay, self._momentum)
+                latent.step(gradient, decay)
 
     def _leaves(self) -> dict[str, Tensor]:
         return {n: latent.weight(self._dtype) for n, latent in self._latents.items()}
@@ -153,8 +147,13 @@ class _Latent:
     """The trained state of one linear: latents x [out, groups, columns of a group] and the factor
     of each group's scale [out, groups, 1], both float32."""
 
-    def __init__(self, w: Tensor, start: Quantized) -> None:
-        self._start = start
+    def __init__(self, w: Tensor, start: Quantized, settings: SignRoundSettings) -> None:
+        self._start, self._momentum = start, settings.momentum
+        limits = elements(start.spec)
+        reach = settings.reach or REACH / 2**start.spec.num_bits
+        # sizes that fall linearly to zero sum up to half the first one times their number
+        self._size = 2 * reach / settings.iterations
+        self._scale_size = 2 * settings.scale_reach / settings.iterations
         shape = (*start.scale.shape, -1)
         self._scale = plain(start.float_scale()).unsqueeze(-1)
         self._sign = self._scale.sign()
@@ -165,16 +164,12 @@ class _Latent:
             exact += self._zero
         codes = plain(start.codes).float().reshape(shape)
         self._x = codes + (exact - codes).clamp_(-ON_CODE, ON_CODE)
-        self._factor = torch.ones_like(self._scale)
-        self._mean: Tensor | None = None
-        self._centred = self._x
-
-    def bound(self, reach: float) -> None:
-        """Keep latents within `reach` of where they are, and within the codes' range."""
-        limits = elements(self._start.spec)
         self._x.clamp_(limits.lowest, limits.highest)
         self._low = (self._x - reach).clamp_(min=limits.lowest)
         self._high = (self._x + reach).clamp_(max=limits.highest)
+        self._factor = torch.ones_like(self._scale)
+        self._mean: Tensor | None = None
+        self._centred = self._x
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """The values [out, in] as they would be stored."""
@@ -184,13 +179,14 @@ class _Latent:
         value = self._centred * self._stored_scale().float()
         return value.to(dtype).reshape(self._start.codes.shape)
 
-    def step(self, gradient: Tensor, size: float, scale_size: float, momentum: float) -> None:
-        """Move against `gradient`, the loss's with respect to the last `weight`."""
+    def step(self, gradient: Tensor, decay: float) -> None:
+        """Move against `gradient`, the loss's with respect to the last `weight`; decay: what is
+        left of the step sizes."""
         g = gradient.reshape(self._x.shape)
         by_factor = self._centred.mul_(g).sum(-1, keepdim=True).mul_(self._sign)
-        self._factor.sub_(by_factor.sign_(), alpha=scale_size)
-        self._mean = g if self._mean is None else self._mean.mul_(momentum).add_(g)
-        self._x.addcmul_(self._mean.sign().float(), self._sign, value=-size)
+        self._factor.sub_(by_factor.sign_(), alpha=self._scale_size * decay)
+        self._mean = g if self._mean is None else self._mean.mul_(self._momentum).add_(g)
+        self._x.addcmul_(self._mean.sign().float(), self._sign, value=-self._size * decay)
         torch.clamp(self._x, self._low, self._high, out=self._x)
 
     def quantized(self) -> Quantized:
