@@ -70,7 +70,7 @@ def save_checkpoint(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    made = journal.folder / "made.safetensors"
+    made = journal.folder / "made.tensors"  # no finished layer
     write_shards(folder, _all_tensors(source, journal, layers, set(schemes), set(changed), made))
     complete_checkpoint(
         source.folder, folder, out, schemes, ignore, report, version, config_changes
