@@ -17,6 +17,7 @@ KILLED = -9
 LAYERS = 6
 JOURNAL = "lowbit.quantize.checkpoint.journal"
 SAVE = "lowbit.quantize.checkpoint.save"
+STREAM = "lowbit.quantize.checkpoint.stream_output"
 RENAMES = 1 + 2 * LAYERS  # of the journal and of each layer's report and tensors
 
 # where SIGKILL strikes -> how many layers are finished by then
@@ -33,7 +34,7 @@ RECIPES = {
     "gptq": [],
     "gptq, parallel, asymmetric": ["--order", "parallel", "--scheme", "W4A16_ASYM"],
     "gptq in bfloat16": ["--dtype", "bfloat16", "--scheme", "W3A16"],
-    "rtn": ["--method", "rtn"],
+    "smoothquant and rtn": ["--method", "smoothquant+rtn", "--scheme", "W8A8"],
 }
 
 
@@ -97,6 +98,20 @@ def test_a_run_killed_twice_ends_in_the_same_bytes(
     assert again.code == 0, again.stderr
     assert json.loads(again.stdout)["resumed_layers"] == 4
     assert hashes(out) == unbroken[recipe]
+
+
+@pytest.mark.parametrize("place", ["StreamOutput.finish", "StreamOutput.close"])
+def test_a_streamed_run_killed_ends_in_the_same_bytes(
+    place: str, tiny: Path, command: Commands, tmp_path: Path
+) -> None:
+    run = ["run", tiny, "--method", "rtn", "-o"]
+    assert command(*run, tmp_path / "unbroken").code == 0
+    nth = {"StreamOutput.finish": 20, "StreamOutput.close": 1}[place]
+    assert command(*run, tmp_path / "out", kill_at=(STREAM, place, nth)).code == KILLED
+    assert not (tmp_path / "out").exists()
+    assert command(*run, tmp_path / "out").code == 0
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "unbroken")
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "unbroken"}
 
 
 def test_side_files_ride_along(tiny: Path, packed: Path) -> None:
