@@ -26,7 +26,7 @@ from .linear import LinearReport, PackedLinear, linear_problem
 
 QUANTIZED_SUFFIXES = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
-    "weight_global_scale", "input_scale", "input_global_scale",
+    "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point",
 )  # fmt: skip
 OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
 """Buffers that older checkpoints hold and models compute by themselves now."""
