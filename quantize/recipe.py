@@ -200,3 +200,9 @@ def check_budget(passes: Sequence[Pass]) -> None:
             f"a bit budget chooses the width of whole numbers, but {floats[0]} stores floats; take "
             "a scheme like W4A16"
         )
+    bytes_each = [p.scheme for p in quantizers if p.layer_scheme.input_activations is not None]
+    if bytes_each:
+        raise UserError(
+            f"a bit budget saves nothing with {bytes_each[0]}: beside quantized activations each "
+            "weight is stored in a byte; take a scheme like W4A16"
+        )

@@ -122,6 +122,8 @@ def test_a_budget_is_part_of_the_recipe_and_is_checked() -> None:
             Recipe.from_dict({"budget": wrong})
     with pytest.raises(UserError, match="stores floats"):
         Recipe((WeightPass(scheme="FP8_DYNAMIC"),), budget=BudgetSettings(3.5))
+    with pytest.raises(UserError, match="saves nothing with W4A8"):
+        Recipe((WeightPass(scheme="W4A8"),), budget=BudgetSettings(3.5))
 
 
 def test_what_cannot_be_kept_is_refused(data, model, tmp_path) -> None:
