@@ -131,6 +131,10 @@ def auto_round(scheme: str, group_size: int, iters: int) -> Callable[[str, Rows,
             device_map="cpu",
         )  # fmt: skip
         quantizer.quantize_and_save(str(out), format="fake")
+        for folder in [path for path in out.iterdir() if path.is_dir()]:  # named by the scheme
+            for path in folder.iterdir():
+                path.replace(out / path.name)
+            folder.rmdir()
         tokenizer.save_pretrained(out)
 
     return run
