@@ -23,6 +23,7 @@ from .matrix_rows import ROWS, MatrixRow, chosen_rows, peers_of
 from .matrix_study import FAST, ModelStudy, Settings, write_json
 from .matrix_table import markdown_table, rich_table, table
 
+WIDTH = 150  # characters that the table needs; a narrower terminal wraps its lines
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
@@ -132,7 +133,9 @@ def _run(args: argparse.Namespace) -> list[str]:
         study.run(every, pythons)
         write_tables(studies, rows, args.out, args.markdown)
         results = study.results()
-        Console().print(rich_table(model.name, table(rows, model.name, results)))
+        Console(width=max(WIDTH, Console().width)).print(
+            rich_table(model.name, table(rows, model.name, results))
+        )
         failed += [f"{model.name}, {k}: {r.error}" for k, r in results.items() if r.error]
     return failed
 
