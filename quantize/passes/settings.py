@@ -85,13 +85,12 @@ class HQQSettings:
 class SignRoundSettings:
     """How learned rounding runs.
 
-    iterations: steps of signed gradient descent, on `batch_size` calibration rows each.
+    iterations: steps of the descent, on `batch_size` calibration rows each.
     start: "gptq" begins with GPTQ's solution, "nearest" with rounding to nearest under searched
         scales.
     reach: how far a weight may move from its start, in steps of its scale; the sizes of the
         descent's steps sum up to it. None: 1.6 / 2^bits (the finer the codes, the less must turn).
     scale_reach: the same for scales, as a share of them; 0 leaves them as they are.
-    momentum: share of the running mean of gradients that each step keeps, under 1.
     seed: decides the order of the rows.
     """
 
@@ -100,7 +99,6 @@ class SignRoundSettings:
     start: Literal["gptq", "nearest"] = "gptq"
     reach: float | None = None
     scale_reach: float = 0.1
-    momentum: float = 0.9
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -111,8 +109,6 @@ class SignRoundSettings:
             raise UserError(f"reach must be over 0 and at most 2 steps, got {self.reach}")
         if not 0 <= self.scale_reach <= 0.5:
             raise UserError(f"scale_reach must be from 0 to 0.5, got {self.scale_reach}")
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"momentum must be from 0 to under 1, got {self.momentum}")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
 

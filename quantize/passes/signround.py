@@ -10,8 +10,12 @@ latent x in steps of its scale, every group a scale s:
 The gradient passes the rounding as if it were not there (straight-through). x stays within `reach`
 of its start (the paper's V in [-0.5, 0.5]) and within the codes' range; s is multiplied by a
 learned factor, which is the paper's clip (alpha and beta) without a division: codes do not hang on
-it here, so its gradient is exact. A step is the sign of the gradient's running mean, times a size
-that falls linearly to zero.
+it here, so its gradient is exact. Step sizes fall linearly to zero.
+
+The paper steps by the sign of the gradient: every weight moves alike, also where the gradient is
+noise or has become small. Scales do that here; a latent moves by its gradient over the gradient's
+running root mean square, which is as free of units, and comes to rest where the error is least.
+From GPTQ's solution that is the difference between a third less error and none (docs/log.md).
 
 Latents start on the codes of another solution, GPTQ's or the nearest ones, but as far towards w / s
 as rounds to the same: so the weights that were rounded furthest turn first. What is returned is
@@ -37,6 +41,8 @@ from .settings import SignRoundSettings
 
 ON_CODE = 0.49  # latents start nearer than half a step to their codes, so that they round to them
 REACH = 1.6  # over 2^bits: the default reach, in steps of the scale
+RMS_DECAY = 0.98
+LEAST_RMS = 1e-30  # of a gradient: a weight whose input is always zero stays
 CHECKS = 4  # how often in a run the loss is measured and the best solution kept
 CHECKED_ROWS = 16
 LEAST_ENERGY = 1e-12  # mean square of a token's target below which its error counts no more
@@ -148,7 +154,7 @@ class _Latent:
     of each group's scale [out, groups, 1], both float32."""
 
     def __init__(self, w: Tensor, start: Quantized, settings: SignRoundSettings) -> None:
-        self._start, self._momentum = start, settings.momentum
+        self._start = start
         limits = elements(start.spec)
         reach = settings.reach or REACH / 2**start.spec.num_bits
         # sizes that fall linearly to zero sum up to half the first one times their number
@@ -168,7 +174,7 @@ class _Latent:
         self._low = (self._x - reach).clamp_(min=limits.lowest)
         self._high = (self._x + reach).clamp_(max=limits.highest)
         self._factor = torch.ones_like(self._scale)
-        self._mean: Tensor | None = None
+        self._square, self._steps = torch.zeros_like(self._x), 0  # running mean of g^2
         self._centred = self._x
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -182,11 +188,14 @@ class _Latent:
     def step(self, gradient: Tensor, decay: float) -> None:
         """Move against `gradient`, the loss's with respect to the last `weight`; decay: what is
         left of the step sizes."""
-        g = gradient.reshape(self._x.shape)
+        g = gradient.reshape(self._x.shape).float()
         by_factor = self._centred.mul_(g).sum(-1, keepdim=True).mul_(self._sign)
         self._factor.sub_(by_factor.sign_(), alpha=self._scale_size * decay)
-        self._mean = g if self._mean is None else self._mean.mul_(self._momentum).add_(g)
-        self._x.addcmul_(self._mean.sign().float(), self._sign, value=-self._size * decay)
+        self._steps += 1
+        self._square.mul_(RMS_DECAY).addcmul_(g, g, value=1 - RMS_DECAY)
+        unbiased = 1 - RMS_DECAY**self._steps  # of a mean that began with zero
+        rms = (self._square / unbiased).sqrt_().clamp_(min=LEAST_RMS)
+        self._x.addcmul_(g.div_(rms), self._sign, value=-self._size * decay)
         torch.clamp(self._x, self._low, self._high, out=self._x)
 
     def quantized(self) -> Quantized:
