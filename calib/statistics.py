@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 TOKENS_A_BATCH = 128  # kept by TokenSample
+STRIPS = 6  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
+WIDE = 512  # columns from which strips save more than their smaller products cost
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
 
@@ -36,33 +37,27 @@ class Hessian:
 
     def add(self, x: Tensor) -> None:
         flat = x.reshape(-1, x.shape[-1])
+        columns = flat.shape[1]
+        strip = -(-columns // STRIPS) if columns >= WIDE else columns
         self.tokens += flat.shape[0]
         for chunk in flat.split(TOKENS_A_CHUNK):
-            self._sum += gram(chunk.float())
+            chunk = chunk.float()
+            for i in range(0, columns, strip):
+                add_product(self._sum[i : i + strip, i:], chunk[:, i : i + strip], chunk[:, i:])
 
     def mean(self) -> Tensor:
-        """H, symmetric."""
-        return self._sum / max(1, self.tokens)
+        """H, symmetric: the lower triangle mirrors the upper one."""
+        upper = self._sum.triu()
+        return (upper + upper.triu(1).T) / max(1, self.tokens)
 
 
-def gram(x: Tensor) -> Tensor:
-    """x^T x of x float32 [tokens, in]."""
-    return exact_product(x, x)
-
-
-def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a^T b of float32 [tokens, n], in float32 whatever autocast and TF32 are set to.
-
-    On a CPU by numpy, whose BLAS computes one triangle of a product of a matrix with itself (syrk)
-    and mirrors it: half the work.
-    """
-    if a.device.type == "cpu":
-        return torch.from_numpy(np.dot(a.numpy().T, b.numpy()))
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a^T b of float32 [tokens, n], in float32 whatever autocast and TF32 are set to."""
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with torch.autocast(a.device.type, enabled=False):
-            return a.T @ b
+            total.addmm_(a.T, b)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allow_tf32
 
@@ -84,7 +79,7 @@ class InputShift:
             flat.split(TOKENS_A_CHUNK), others.split(TOKENS_A_CHUNK), strict=True
         ):
             chunk = chunk.float()
-            self._sum += exact_product(other.float() - chunk, chunk)
+            add_product(self._sum, other.float() - chunk, chunk)
 
     def mean(self) -> Tensor:
         return self._sum / max(1, self.tokens)
