@@ -9,6 +9,8 @@ to, any of the quantizers, whose requirements clash. What a quantizer needs on a
 accelerator, or with two cores, is done here and marked so.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
