@@ -11,6 +11,7 @@ import yaml
 
 from ...kernels.errors import UserError
 from ..passes.settings import one_of
+from ..presets import preset_methods
 from ..recipe import Calibration, Execution, Recipe, WeightPass
 from ..recipe_passes import QUANTIZERS, TRANSFORMS
 from .common import print_json, say
@@ -41,6 +42,10 @@ def run(
             "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn.",
         ),
     ] = None,
+    preset: Annotated[
+        str | None,
+        _option("balanced", "fast, balanced or best: the methods that suit the scheme."),
+    ] = None,
     group_size: Annotated[
         int | None, _option(None, "Input columns that share a scale; -1: one a channel.")
     ] = None,
@@ -64,7 +69,7 @@ def run(
         _option(
             "those routed to it",
             "Calibrate each expert on all tokens.",
-            "--all-experts/--routed-experts",
+            "--all-experts/--no-all-experts",
         ),
     ] = None,
     budget: Annotated[
@@ -111,6 +116,14 @@ def run(
     scale_search: Annotated[
         str | None, _option(GPTQ.scale_search, "hessian or minmax.", panel="GPTQ")
     ] = None,
+    input_correction: Annotated[
+        float | None,
+        _option(GPTQ.input_correction, "Share of the inputs' error made up for.", panel="GPTQ"),
+    ] = None,
+    refine_rounds: Annotated[
+        int | None,
+        _option(GPTQ.refine_rounds, "Later looks at scales and codes.", panel="GPTQ"),
+    ] = None,
     recipe: Annotated[
         Path | None, typer.Option(help="A recipe in YAML; options given beside it override it.")
     ] = None,
@@ -137,12 +150,14 @@ def run(
             "scheme": scheme, "method": method, "group_size": group_size,
             "targets": targets or None, "ignore": ignore or None,
         },
+        preset=preset,
         kv=kv,
         budget=budget,
         settings=settings or [],
         gptq={
             "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
             "static_groups": static_groups, "scale_search": scale_search,
+            "input_correction": input_correction, "refine_rounds": refine_rounds,
         },
         calibration={
             "source": calib, "samples": samples, "seq_len": seq_len, "seed": seed,
@@ -170,6 +185,7 @@ def build_recipe(
     gptq: dict[str, Any],
     calibration: dict[str, Any],
     execution: dict[str, Any],
+    preset: str | None = None,
     kv: str | None = None,
     budget: float | None = None,
     settings: Sequence[str] = (),
@@ -181,6 +197,15 @@ def build_recipe(
     """
     data = (Recipe() if base is None else Recipe.from_yaml(base)).to_dict()
     given = _given(weight_pass)
+    gptq_is_named = bool(_given(gptq)) or any(s.startswith("gptq.") for s in settings)
+    if preset is not None and "method" in given:
+        raise UserError("--preset chooses the methods that --method names; give one of them")
+    if preset is not None or (base is None and "method" not in given and not gptq_is_named):
+        methods = preset_methods(preset or "balanced", given.get("scheme", PASS.scheme))
+        data["passes"] = chained(data["passes"], methods.chain)
+        for name, values in methods.settings.items():
+            for key, value in values.items():
+                _put_setting(data["passes"], name, key, value)
     if "method" in given:
         data["passes"] = chained(data["passes"], given.pop("method"))
     if given:
