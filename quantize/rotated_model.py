@@ -31,7 +31,7 @@ from .checkpoint.raw import (
     write_index,
     write_text,
 )
-from .checkpoint.save import check_output, copy_side_files, put_in_place
+from .checkpoint.save import check_output, copy_side_files, put_in_place, to_store
 from .passes.settings import RotateSettings
 from .rotated_source import RotatedSource
 
@@ -101,17 +101,6 @@ def changed_tensors(
     for name in source.changed:
         if name not in held:
             yield name, to_store(source, name)
-
-
-def to_store(source: TensorSource, name: str) -> Tensor:
-    """The tensor `name` in its stored dtype; UserError where that cannot hold its values."""
-    tensor = source.get(name).to(source.info[name].dtype)
-    if tensor.is_floating_point() and not tensor.isfinite().all():
-        raise UserError(
-            f"'{name}' has values beyond {tensor.dtype} once it is rotated; convert the model to "
-            "bfloat16 or float32 first"
-        )
-    return tensor
 
 
 def write_rotated(

@@ -71,6 +71,8 @@ def quantize_model(
     rows, text = _calibration_rows(model, recipe) if calibrated else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
+    if rotated is not None:
+        notes.append(rotated.description)
     if recipe != asked:
         notes.append("experts are calibrated on all tokens, for scales of their inputs are stored")
     if text is not None:

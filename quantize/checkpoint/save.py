@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ...calib.shards import DTYPES, INDEX, TensorSource
 from ...kernels.errors import UserError
 from ..spec import LayerScheme
@@ -167,7 +169,7 @@ def _all_tensors(
             tensors.append(name)
     tensors += stored.values()  # of names that the source does not have
     names = [t for t in tensors if isinstance(t, str)]
-    write_tensors(made, {n: source.get(n).to(source.info[n].dtype) for n in names})
+    write_tensors(made, {n: to_store(source, n) for n in names})
     source.close()
     ready = {t.name: t for t in raw_tensors(made)}
     return [ready[t] if isinstance(t, str) else t for t in tensors]
@@ -176,3 +178,14 @@ def _all_tensors(
 def _same(t: RawTensor, source: TensorSource, name: str) -> bool:
     info = source.info[name]
     return (DTYPES[t.dtype], tuple(t.shape)) == (info.dtype, info.shape)
+
+
+def to_store(source: TensorSource, name: str) -> Tensor:
+    """The tensor `name` in its stored dtype; UserError where that cannot hold its values."""
+    tensor = source.get(name).to(source.info[name].dtype)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise UserError(
+            f"'{name}' has values beyond {tensor.dtype} once it is transformed; convert the model to "
+            "bfloat16 or float32 first"
+        )
+    return tensor
