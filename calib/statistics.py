@@ -128,9 +128,7 @@ class TokenSample:
         return torch.cat(self._parts)
 
 
-STATISTICS: dict[
-    str, type[Hessian] | type[ChannelRange] | type[TokenSample] | type[InputShift]
-] = {
+STATISTICS: dict[str, type[Hessian] | type[ChannelRange] | type[TokenSample] | type[InputShift]] = {
     "hessian": Hessian,
     "input_shift": InputShift,
     "channel_range": ChannelRange,

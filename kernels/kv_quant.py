@@ -31,9 +31,6 @@ from .elements import Elements, elements_of
 SCALE_DTYPE = torch.float16
 SMALLEST_SCALE = 2.0**-14  # float16's smallest normal number
 LARGEST = 65504.0  # float16's largest
-NORMAL_STEPS = {2: 0.9957, 3: 0.5860, 4: 0.3352}
-"""Bits -> the step, in standard deviations, of the uniform quantizer of least squared error for
-normally distributed values (Max, Quantizing for Minimum Distortion, 1960)."""
 
 
 class KVFormat(NamedTuple):
@@ -41,8 +38,7 @@ class KVFormat(NamedTuple):
 
     axis: "channels": `group` channels of a token share a scale; "tokens": `group` tokens of a
         channel; "static": the scale is given, one or one for each head.
-    narrow: asymmetric scales are no wider than suits normally distributed values of the same
-        spread, and the farthest saturate.
+    clip: share of each range that the codes span; what lies beyond saturates.
     rotate: through a Hadamard matrix first.
     """
 
@@ -51,7 +47,7 @@ class KVFormat(NamedTuple):
     symmetric: bool
     axis: Literal["channels", "tokens", "static"]
     group: int = 0
-    narrow: bool = False
+    clip: float = 1.0
     rotate: bool = False
 
     @property
@@ -147,21 +143,16 @@ def choose_scales(grouped: Tensor, fmt: KVFormat, axis: int) -> tuple[Tensor, Te
     with that axis kept."""
     lowest, highest = fmt.elements.lowest, fmt.elements.highest
     if fmt.symmetric:
-        return _as_scale(grouped.abs().amax(axis, keepdim=True) / highest), None
+        peak = grouped.abs().amax(axis, keepdim=True)
+        return _as_scale(peak * (fmt.clip / highest)), None
     low, high = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
-    scale = (high - low) / (highest - lowest)
-    centre = low - lowest * scale  # of the codes' range lies at (lowest + highest) / 2 = -1/2
-    narrow = None
-    if fmt.narrow:
-        spread, mean = torch.std_mean(grouped, axis, correction=0, keepdim=True)
-        best = spread * NORMAL_STEPS[fmt.num_bits]
-        narrow = best < scale
-        scale = torch.where(narrow, best, scale)
-        centre = torch.where(narrow, mean + best / 2, centre)
-    offset = centre.clamp_(-LARGEST, LARGEST).to(SCALE_DTYPE)
+    margin = (high - low) * ((1 - fmt.clip) / 2)
+    low, high = low + margin, high - margin
+    offset = low - lowest * (high - low) / (highest - lowest)
+    offset = offset.clamp_(-LARGEST, LARGEST).to(SCALE_DTYPE)
     # the rounded offset has moved: both ends must still be reached
     reach = torch.maximum((high - offset.float()) / highest, (low - offset.float()) / lowest)
-    return _as_scale(reach if narrow is None else torch.where(narrow, scale, reach)), offset
+    return _as_scale(reach), offset
 
 
 def rotate_heads(x: Tensor) -> Tensor:

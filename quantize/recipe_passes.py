@@ -78,9 +78,7 @@ class WeightPass:
         scheme = scheme_from_name(self.scheme, self.group_size)
         if not self.targets:
             raise UserError("a pass without targets does nothing; name at least one")
-        if self.gptq.refine_rounds and not isinstance(
-            scheme.weights.granularity, Channel | Group
-        ):
+        if self.gptq.refine_rounds and not isinstance(scheme.weights.granularity, Channel | Group):
             raise UserError(
                 f"refine_rounds is for scales of channels or groups, which {self.scheme} has not"
             )

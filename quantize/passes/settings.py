@@ -98,7 +98,7 @@ class SignRoundSettings:
     batch_size: int = 2
     start: Literal["gptq", "nearest"] = "gptq"
     reach: float | None = None
-    scale_reach: float = 0.1
+    scale_reach: float = 0.05
     seed: int = 0
 
     def __post_init__(self) -> None:
