@@ -146,13 +146,11 @@ def choose_scales(grouped: Tensor, fmt: KVFormat, axis: int) -> tuple[Tensor, Te
         peak = grouped.abs().amax(axis, keepdim=True)
         return _as_scale(peak * (fmt.clip / highest)), None
     low, high = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
-    margin = (high - low) * ((1 - fmt.clip) / 2)
-    low, high = low + margin, high - margin
     offset = low - lowest * (high - low) / (highest - lowest)
     offset = offset.clamp_(-LARGEST, LARGEST).to(SCALE_DTYPE)
     # the rounded offset has moved: both ends must still be reached
     reach = torch.maximum((high - offset.float()) / highest, (low - offset.float()) / lowest)
-    return _as_scale(reach), offset
+    return _as_scale(reach * fmt.clip), offset
 
 
 def rotate_heads(x: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from ..quantize.kv_names import kv_spec_from_name
 from ..quantize.spec import Group, Head, QuantSpec, TensorWise, Token, TokenGroup
 from .rope import Rope
 
+ROTATED_CLIPS = {2: 0.8, 4: 0.95}
+"""Bits -> share of its range that a rotated head's codes span, where less was measured to be better
+(docs/methods.md)."""
 NONE_STORED = KVScales(None, None)
 _NO_SCALES = (
     "static scales of the KV cache are calibrated and stored by quantize run --kv; choose a "
@@ -87,7 +90,8 @@ def kv_format(part: QuantSpec, rotate: bool, head_dim: int) -> KVFormat:
             axis, group = "static", 0
         case other:
             raise AssertionError(other)
-    return KVFormat(part.type, part.num_bits, part.symmetric, axis, group, rotate=rotate)
+    clip = ROTATED_CLIPS.get(part.num_bits, 1.0) if rotate and not part.symmetric else 1.0
+    return KVFormat(part.type, part.num_bits, part.symmetric, axis, group, clip, rotate)
 
 
 def resolve_kv(name: str, stored: KVStorage | None, config: Any) -> KVStorage | None:
