@@ -25,7 +25,7 @@ from lowbit.quantize.fp8_source import FP8Source, open_model, open_source
 from lowbit.quantize.linear_names import find_linears, fused_peers
 from lowbit.quantize.passes.hqq import hqq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
-from lowbit.quantize.passes.settings import RTNSettings
+from lowbit.quantize.passes.settings import HQQSettings, RTNSettings
 from lowbit.quantize.plan import make_plan
 from lowbit.quantize.recipe import Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
@@ -133,7 +133,8 @@ def test_hqq_streams_too(unheard_of: Path, tmp_path: Path, monkeypatch: pytest.M
     scheme = scheme_from_name("W3A16")
     weight = load_file(unheard_of / "model.safetensors")[f"{QUANTIZED[0]}.weight"]
     stored = Checkpoint(tmp_path / "out").quantized(QUANTIZED[0])
-    assert torch.equal(stored.codes, hqq_quantize(weight, scheme.weights, weight.dtype).codes)
+    whole = hqq_quantize(weight, scheme.weights, weight.dtype, HQQSettings())
+    assert torch.equal(stored.codes, whole.codes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
