@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
 
 def _tuple(cls: Any, key: str, value: Any, where: str) -> tuple[Any, ...]:
     """A field whose annotation is tuple[int, ...] or tuple[str, ...], from a list of such."""
-    whole = "int" in next(f.type for f in fields(cls) if f.name == key)
+    whole = "int" in str(next(f.type for f in fields(cls) if f.name == key))
     member, words = (int, "whole numbers") if whole else (str, "strings")
     if not isinstance(value, list | tuple) or not all(type(v) is member for v in value):
         raise UserError(f"{where}: '{key}' must be a list of {words}, got {value!r}")

@@ -114,6 +114,7 @@ class Recipe:
 
     @property
     def needs(self) -> frozenset[str]:
+        """What the passes want observed; nothing: they need no calibration rows."""
         return frozenset().union(*(p.needs for p in self.passes))
 
     def to_dict(self) -> dict[str, Any]:

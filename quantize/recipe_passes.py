@@ -107,7 +107,7 @@ class WeightPass:
 
 @dataclass(frozen=True)
 class KVCachePass:
-    """How keys and values are stored when the model runs."""
+    """How keys and values are stored when the model runs. Static scales are calibrated."""
 
     method: Literal["kv_cache"] = "kv_cache"
     kv_cache: KVCacheSettings = field(default_factory=KVCacheSettings)
@@ -117,7 +117,8 @@ class KVCachePass:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset()
+        """What has to be observed; the cache's range is not a statistic of a linear's input."""
+        return frozenset({"kv_range"}) if self.kv_cache.spec.is_static else frozenset()
 
 
 Pass = Transform | WeightPass | KVCachePass

@@ -87,7 +87,7 @@ def quantize_model(
         plan, budget = budgeted_plan(model, plan, recipe.budget, rows, journal)
         notes.append(plan.notes[-1])
         say(notes[-1])
-    worker = PassWorker(model, plan, journal, recipe.transforms)
+    worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache)
     steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
     with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
@@ -117,6 +117,7 @@ def quantize_model(
         version=version("lowbit"),
         changed=rotated.changed if rotated else (),
         config_changes=rotated.config_changes if rotated else None,
+        cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
     )  # fmt: skip
     return RunResult(
         out, recipe, notes, text, _name(dtype), journal.resumed, dropped,

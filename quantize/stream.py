@@ -41,7 +41,7 @@ from .linear_names import LinearNames, find_linears
 from .plan import Plan, PlannedLinear, plan_linears, settled_recipe
 from .quantized import Quantized, elements
 from .ranges import scale_store
-from .recipe import Recipe, WeightPass
+from .recipe import Recipe
 from .recipe_passes import DATA_FREE
 from .run_result import RunResult
 from .spec import LayerScheme
@@ -51,11 +51,17 @@ Say = Callable[[str], None]
 
 
 def can_stream(recipe: Recipe) -> bool:
-    """Whether every pass looks at weights alone, no static scales of activations are needed and no
-    budget has to be spent where it matters most."""
-    return recipe.budget is None and all(
-        isinstance(p, WeightPass) and p.method in DATA_FREE and not _wants_inputs(p.layer_scheme)
-        for p in recipe.passes
+    """Whether every pass looks at weights alone, no static scales of activations or of the cache are
+    needed and no budget has to be spent where it matters most."""
+    return (
+        recipe.budget is None
+        and bool(recipe.weight_passes)
+        and not recipe.transforms
+        and not recipe.needs
+        and all(
+            p.method in DATA_FREE and not _wants_inputs(p.layer_scheme)
+            for p in recipe.weight_passes
+        )
     )
 
 
@@ -102,6 +108,7 @@ def stream_quantize(
                 "dropped_rows": 0, "calibration": None,
                 "linears": {n: {"method": p.taken_by.method} for n, p in plan.linears.items()}},
         version=version("lowbit"),
+        cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
     )  # fmt: skip
     journal.remove()
     return RunResult(

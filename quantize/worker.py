@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ from .checkpoint.compress import (
     decompress_input_scale,
 )
 from .checkpoint.journal import Journal
+from .checkpoint.kv_config import scale_tensors
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
+from .passes.kv_cache import KVObserver
 from .passes.rtn import rtn_quantize
 from .passes.settings import RTNSettings
 from .passes.signround import check_learnable, nearest_start, signround_layer
 from .plan import Plan, PlannedLinear
 from .quantized import Quantized
-from .recipe import Transform
+from .recipe import KVCachePass, Transform
 from .spec import Channel, Group, LayerScheme
 
 
@@ -46,6 +48,7 @@ class PassWorker(LayerWorker):
         plan: Plan,
         journal: Journal,
         transforms: Sequence[Transform] = (),
+        cache: KVCachePass | None = None,
     ) -> None:
         self._model, self._plan, self._journal = model, plan, journal
         self._tensors: dict[str, Tensor] = {}
@@ -53,6 +56,10 @@ class PassWorker(LayerWorker):
         self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
         self._kept: dict[str, Quantized] = {}  # of the layer at work
         self._layer = ""
+        self._cache = None
+        if cache is not None:
+            settings = cache.kv_cache
+            self._cache = KVObserver(settings.spec, settings, model.config)
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
         self.transforms = [
@@ -116,6 +123,8 @@ class PassWorker(LayerWorker):
             "transforms": self.transform_report,
             "dropped_rows": dropped,
         }
+        for name, scales in self._cache.take(layer_name).items() if self._cache else ():
+            self._tensors |= scale_tensors(self._stored_module(name), scales, torch.float32)
         self._journal.write(layer_name, self._tensors, report)
         self._tensors, self._report, self._input_scales, self._kept = {}, {}, {}, {}
         self.transform_report = {}
@@ -165,8 +174,11 @@ class PassWorker(LayerWorker):
             for name, module in layer.named_modules(prefix=layer_name)
             if self.wants(name) and self._plan.linears[name].scheme.input_activations
         ]
+        observe = self._cache is not None and not self._journal.finished(layer_name)
+        watching = self._cache.watching(layer_name, layer) if observe else nullcontext()
         try:
-            yield
+            with watching:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -296,6 +308,12 @@ class PassWorker(LayerWorker):
                 self._input_scales[name] = scale
                 self._tensors |= compress_input_scale(stored_name, activations, scale)
         self.weights.put(f"{name}.weight", quantized.dequantize())
+
+    def _stored_module(self, name: str) -> str:
+        """What the shards call the module `name`, as they call its parameters."""
+        inside = f"{name}."
+        parameter = next(n for n, _ in self._model.model.named_parameters() if n.startswith(inside))
+        return self._model.tensor_name(parameter).removesuffix(parameter.removeprefix(name))
 
     def stored_name(self, name: str) -> str:
         """What the shards call the linear (some leave the base model's prefix out)."""

@@ -1,5 +1,5 @@
-"""What learned rounding claims: a layer's output comes nearer than GPTQ brings it, and a trained model
-at 2 bits is left a better language model."""
+"""What learned rounding claims: a layer's output comes nearer than GPTQ brings it, and a trained
+model at 2 bits is left a better language model."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...calib.shards import Shards
+from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from ..spec import Granularity, Group, Head, KVSpec, QuantSpec, TensorWise, Token, TokenGroup
 
@@ -108,7 +108,7 @@ def kv_spec_from_config(config: dict[str, Any]) -> KVSpec | None:
         ) from e
 
 
-def read_kv_storage(config: dict[str, Any], shards: Shards) -> KVStorage | None:
+def read_kv_storage(config: dict[str, Any], shards: TensorSource) -> KVStorage | None:
     """The cache's spec and scales of a checkpoint; None when its cache is not quantized.
 
     Raises UserError when scales are missing or damaged.
@@ -146,7 +146,7 @@ def _cast(scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if scale is None else scale.reshape(-1).to(dtype)
 
 
-def _scale(name: str, shards: Shards) -> Tensor:
+def _scale(name: str, shards: TensorSource) -> Tensor:
     scale = shards.get(name).float().reshape(-1).clone()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise UserError(f"'{name}' must hold positive finite numbers: the checkpoint is damaged")

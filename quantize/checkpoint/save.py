@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...calib.shards import DTYPES, INDEX, TensorSource
 from ...kernels.errors import UserError
-from ..spec import LayerScheme
+from ..spec import KVSpec, LayerScheme
 from .ct_config import config_from_schemes
 from .journal import Journal
+from .kv_config import with_kv_cache
 from .load import read_config
 from .raw import RawTensor, fsync_folder, raw_tensors, write_shards, write_tensors, write_text
 
@@ -59,13 +60,14 @@ def save_checkpoint(
     version: str,
     changed: Collection[str] = (),
     config_changes: Mapping[str, Any] | None = None,
+    cache: KVSpec | None = None,
 ) -> None:
     """Write the compressed-tensors checkpoint `out` from the original tensors and the journal.
 
     layers: names of the decoder layers, all finished. schemes: quantized modules by the source's
     names. ignore: linears left alone. report: what is kept beside the weights, no times in it.
     changed: tensors that the source hands out otherwise than the folder has them. config_changes:
-    keys of config.json that differ. Everything is made in a temporary folder that is renamed at the
+    keys of config.json that differ. cache: how keys and values are to be stored. Everything is made in a temporary folder that is renamed at the
     end.
     """
     folder = journal.folder / "assembled"
@@ -75,7 +77,7 @@ def save_checkpoint(
     made = journal.folder / "made.tensors"  # no finished layer
     write_shards(folder, _all_tensors(source, journal, layers, set(schemes), set(changed), made))
     complete_checkpoint(
-        source.folder, folder, out, schemes, ignore, report, version, config_changes
+        source.folder, folder, out, schemes, ignore, report, version, config_changes, cache
     )
     journal.remove()
 
@@ -89,10 +91,15 @@ def complete_checkpoint(
     report: dict[str, Any],
     version: str,
     config_changes: Mapping[str, Any] | None = None,
+    cache: KVSpec | None = None,
 ) -> None:
     """Put config, report and side files beside the shards in `folder`; rename it to `out`."""
     config = {**read_config(source), **(config_changes or {})}
-    config["quantization_config"] = config_from_schemes(schemes, ignore, version)
+    config.pop("quantization_config", None)
+    if schemes:
+        config["quantization_config"] = config_from_schemes(schemes, ignore, version)
+    if cache is not None:
+        config = with_kv_cache(config, cache, version)
     copy_side_files(source, folder)
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")

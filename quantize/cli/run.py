@@ -39,7 +39,8 @@ def run(
         _option(
             PASS.method,
             "A quantizer (gptq, rtn, hqq, signround), transforms before it joined by + (awq, "
-            "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn.",
+            "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn. none: the weights stay "
+            "(with --kv).",
         ),
     ] = None,
     preset: Annotated[
@@ -240,6 +241,9 @@ def chained(passes: list[dict[str, Any]], chain: str) -> list[dict[str, Any]]:
 
     What the passes say of where and what stays; a chain without a quantizer rounds to nearest.
     """
+    cached = [p for p in passes if p["method"] == "kv_cache"]
+    if chain == "none":
+        return cached
     methods = [m.strip() for m in chain.split("+")]
     if not any(m in QUANTIZERS for m in methods):
         methods.append("rtn")
@@ -257,7 +261,7 @@ def chained(passes: list[dict[str, Any]], chain: str) -> list[dict[str, Any]]:
     for m in methods:
         fresh = {"method": m, **(where if m in TRANSFORMS[1:] else {} if m == "rotate" else kept)}
         made.append(old.get(m, fresh))
-    return [*made, *(p for p in passes if p["method"] == "kv_cache")]
+    return [*made, *cached]
 
 
 def _weight_pass(passes: list[dict[str, Any]], option: str) -> dict[str, Any]:
@@ -310,9 +314,10 @@ def _show(result: RunResult, as_json: bool) -> None:
         terminal = Console(stderr=True)
         terminal.print(frontier_table(result.budget))
         terminal.print(choice_table(result.budget))
+    bits = size.quantized_bits_per_weight
+    per_weight = "weights as they were" if bits is None else f"{bits:.3f} bits per quantized weight"
     say(
-        f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, "
-        f"{size.quantized_bits_per_weight:.3f} bits per quantized weight, {result.seconds:.0f} s"
+        f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, {per_weight}, {result.seconds:.0f} s"
     )
     for name, layers in result.pass_seconds.items():
         spent = list(layers.values())

@@ -11,8 +11,8 @@ with beta growing from step to step. Here errors are measured in steps of the fi
 and beta mean the same for every weight; both the scale and the zero-point are fitted (the paper
 fits the zero-point); symmetric formats fit the scale alone. The zero-point is a whole number in the
 end, as checkpoints store it: it is rounded, and the scale fitted again to the codes that this
-gives. The descent finds the nearest minimum, so it starts from several ranges, and each group keeps
-the best.
+gives. The descent starts from the whole range and finds the minimum next to it, which is wanted:
+with p < 1 there are others at narrower ranges that cut outliers off (docs/log.md).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..ranges import CHUNK_ELEMENTS, ScaleStore, grouped, scale_store
 from ..spec import Block, QuantSpec, TensorWise
 from .settings import HQQSettings
 
-SHARES = (1.0, 0.8, 0.6)  # of a group's range, from which the descent starts
 BETA, BETA_GROWTH = 10.0, 1.05
+LEAST_ERROR = 1e-4  # in steps: below it |x|^(p-1) would grow without bound
 INTEGER_REFITS = 3  # fits of the scale once the zero-point is a whole number
 
 
@@ -60,7 +60,7 @@ def hqq_quantize(
     store = scale_store(w, spec, scale_dtype)
     groups = grouped(w.float(), spec)
     rows = max(1, CHUNK_ELEMENTS // (groups.shape[1] * groups.shape[2]))
-    fits = [_best_of_starts(g, spec, store, settings) for g in groups.split(rows)]
+    fits = [_descend(g, spec, store, settings) for g in groups.split(rows)]
     scale = store.encode(torch.cat([f.scale for f in fits]).squeeze(-1))
     zero = None
     if not spec.symmetric:
@@ -69,64 +69,29 @@ def hqq_quantize(
     return Quantized(codes, scale, zero, spec)
 
 
-def _best_of_starts(w: Tensor, spec: QuantSpec, store: ScaleStore, settings: HQQSettings) -> _Fit:
-    """The best fit of each group of w [rows, groups, size]."""
+def _descend(w: Tensor, spec: QuantSpec, store: ScaleStore, settings: HQQSettings) -> _Fit:
+    """The half-quadratic iteration for w [rows, groups, size], from each group's whole range, then
+    with whole zero-points the fit of the scale alone."""
     codes = elements(spec)
-    fits = []
-    for share in SHARES:
-        for scale, zero in _starts(w, spec.symmetric, codes, store, share):
-            fits.append(_descend(w, scale, zero, codes, store, spec.symmetric, settings))
-    best = fits[0]
-    for fit in fits[1:]:
-        best = _better(best, fit)
-    return best
-
-
-def _starts(
-    w: Tensor, symmetric: bool, codes: Elements, store: ScaleStore, share: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Scales and zero-points [rows, groups, 1] that span `share` of each group's range."""
-    low = w.amin(-1, keepdim=True).clamp_(max=0) * share
-    high = w.amax(-1, keepdim=True).clamp_(min=0) * share
-    if symmetric:  # the longer side goes to the code `lowest`: a negative scale where it is above
-        longer = torch.where(high > -low, high, low)
-        scale = store.round(longer / codes.lowest)
-        return [(scale, torch.zeros_like(scale))]
-    scale = store.round((high - low) / (codes.highest - codes.lowest))
-    return [(scale, codes.lowest - low / scale)]
-
-
-def _descend(
-    w: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    codes: Elements,
-    store: ScaleStore,
-    symmetric: bool,
-    settings: HQQSettings,
-) -> _Fit:
-    """The half-quadratic iteration from one start, then the same with a whole zero-point."""
-    unit, p = scale.abs(), settings.norm
-    beta = BETA
+    scale, zero = _whole_range(w, spec.symmetric, codes, store)
+    unit, beta = scale.abs(), BETA
     best: _Fit | None = None
     for i in range(settings.iterations + INTEGER_REFITS):
-        whole = i >= settings.iterations
-        if i == settings.iterations and best is not None:
-            zero, scale, best = (
-                best.zero.round().clamp_(codes.lowest, codes.highest),
-                best.scale,
-                None,
-            )
+        whole = spec.symmetric or i >= settings.iterations
+        if i == settings.iterations and best is not None and not spec.symmetric:
+            zero, scale = best.zero.round().clamp_(codes.lowest, codes.highest), best.scale
+            best = None
         if whole:
             scale = store.round(scale)
         q = (w / scale).add_(zero).round_().clamp_(codes.lowest, codes.highest)
         difference = (w - (q - zero) * scale) / unit
-        magnitude = difference.abs()
-        fit = _Fit(scale, zero, magnitude.pow(p).sum(-1, keepdim=True))
-        best = fit if best is None else _better(best, fit)
-        kept = (magnitude - magnitude.clamp(min=1e-4).pow(p - 1) / beta).clamp_(min=0)
-        aim = w - kept.mul_(difference.sign()).mul_(unit)
-        if symmetric or whole:
+        magnitude = difference.abs().clamp_(min=LEAST_ERROR)
+        slope = magnitude.pow(settings.norm - 1)
+        error = (slope * magnitude).sum(-1, keepdim=True)
+        best = _better(best, _Fit(scale, zero, error))
+        wrong = (magnitude - slope.div_(beta)).clamp_(min=0).copysign_(difference)
+        aim = w - wrong.mul_(unit)
+        if whole:
             scale = _slope(q - zero, aim, scale)
         else:
             scale, zero = _line(q, aim, scale, zero)
@@ -135,8 +100,24 @@ def _descend(
     return best
 
 
-def _better(one: _Fit, other: _Fit) -> _Fit:
+def _whole_range(
+    w: Tensor, symmetric: bool, codes: Elements, store: ScaleStore
+) -> tuple[Tensor, Tensor]:
+    """Scales and zero-points [rows, groups, 1] that span each group's range; symmetric: its longer
+    side goes to the code `lowest`, under a negative scale where that is the positive one."""
+    low = w.amin(-1, keepdim=True).clamp_(max=0)
+    high = w.amax(-1, keepdim=True).clamp_(min=0)
+    if symmetric:
+        scale = store.round(torch.where(high > -low, high, low) / codes.lowest)
+        return scale, torch.zeros_like(scale)
+    scale = store.round((high - low) / (codes.highest - codes.lowest))
+    return scale, codes.lowest - low / scale
+
+
+def _better(one: _Fit | None, other: _Fit) -> _Fit:
     """Group by group, the fit of less error."""
+    if one is None:
+        return other
     take = other.error < one.error
     return _Fit(*(torch.where(take, b, a) for a, b in zip(one, other, strict=True)))
 

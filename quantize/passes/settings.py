@@ -72,7 +72,7 @@ class HQQSettings:
     """How HQQ runs. norm: the p of the l_p norm of the weight error, over 0 and at most 1.
     iterations: half-quadratic steps."""
 
-    norm: float = 0.7
+    norm: float = 1.0
     iterations: int = 20
 
     def __post_init__(self) -> None:
