@@ -1,7 +1,7 @@
 """HQQ: half-quadratic quantization (Badri & Shaji 2023, mobiusml.github.io/hqq_blog), data-free.
 
 Weights have outliers, and a squared error lets them set a group's range. HQQ minimizes
-sum |w - w^|^p with p < 1, which cares for the many and lets a few be wrong. The norm is split off
+sum |w - w^|^p with p at most 1, which cares for the many and lets a few be wrong. The norm is split off
 into a variable e that takes what may be wrong (half-quadratic splitting), x = w - w^:
 
     e <- sign(x) max(|x| - |x|^(p-1) / beta, 0)
@@ -12,7 +12,7 @@ and beta mean the same for every weight; both the scale and the zero-point are f
 fits the zero-point); symmetric formats fit the scale alone. The zero-point is a whole number in the
 end, as checkpoints store it: it is rounded, and the scale fitted again to the codes that this
 gives. The descent starts from the whole range and finds the minimum next to it, which is wanted:
-with p < 1 there are others at narrower ranges that cut outliers off (docs/log.md).
+there are others at narrower ranges that cut outliers off (docs/log.md).
 """
 
 from __future__ import annotations
