@@ -1,4 +1,4 @@
-"""HQQ's claims: less weight error than the plain range leaves, without data, in whole zero-points."""
+"""HQQ's claims: without data, less weight error than the plain range, in whole zero-points."""
 
 from __future__ import annotations
 

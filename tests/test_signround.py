@@ -4,7 +4,7 @@ model at 2 bits is left a better language model."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,10 @@ from torch import Tensor, nn
 QUICK = SignRoundSettings(iterations=40, batch_size=16)
 
 
+def observer(hessian: Hessian) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    return lambda _, args: hessian.add(args[0])
+
+
 class Case:
     """A decoder layer of a random Llama, its linears' weights and Hessians, and batches of rows:
     the first are for calibration, `held_out` for judging."""
@@ -58,9 +62,7 @@ class Case:
             if isinstance(module, nn.Linear):
                 self.weights[inner] = module.weight.data.clone()
                 self.hessians[inner] = Hessian(module.in_features)
-                module.register_forward_pre_hook(
-                    lambda _, args, h=self.hessians[inner]: h.add(args[0])
-                )
+                module.register_forward_pre_hook(observer(self.hessians[inner]))
         with torch.no_grad():
             self.targets = [forward_layer(self.layer, c) for c in self.calls]
         for module in self.layer.modules():

@@ -1,8 +1,8 @@
 """HQQ: half-quadratic quantization (Badri & Shaji 2023, mobiusml.github.io/hqq_blog), data-free.
 
 Weights have outliers, and a squared error lets them set a group's range. HQQ minimizes
-sum |w - w^|^p with p at most 1, which cares for the many and lets a few be wrong. The norm is split off
-into a variable e that takes what may be wrong (half-quadratic splitting), x = w - w^:
+sum |w - w^|^p with p at most 1, which cares for the many and lets a few be wrong. The norm is split
+off into a variable e that takes what may be wrong (half-quadratic splitting), x = w - w^:
 
     e <- sign(x) max(|x| - |x|^(p-1) / beta, 0)
     scale, zero-point <- least squares of w - e on the codes
