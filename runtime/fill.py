@@ -131,8 +131,8 @@ class Filler:
         message = f"{self.folder} holds no tensor for the parameter '{name}'"
         if merges_on_loading(self.model):
             message += (
-                f" ({type(self.model).__name__} merges stored tensors on loading, such as those of "
-                "experts; that is not supported yet)"
+                f" ({type(self.model).__name__} merges stored tensors on loading, in a way "
+                "that lowbit does not know)"
             )
         return UserError(message)
 

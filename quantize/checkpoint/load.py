@@ -117,6 +117,9 @@ class Checkpoint:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder; UserError when it is missing or not JSON."""
+    if not Path(folder).is_dir():
+        what = "a file, not a model folder" if Path(folder).exists() else "no such model folder"
+        raise UserError(f"{what}: {folder}")
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
