@@ -126,7 +126,7 @@ STAGES: tuple[type[Any], ...] = (Transform, WeightPass, KVCachePass)
 
 
 def pass_to_dict(a_pass: Pass) -> dict[str, Any]:
-    """Plain values in the form that `pass_from_dict` reads: of the settings, those of its method."""
+    """Plain values in the form that `pass_from_dict` reads, with the settings of its method."""
     data = plain(asdict(a_pass))
     return {k: v for k, v in data.items() if not isinstance(v, dict) or k == a_pass.method}
 

@@ -131,11 +131,11 @@ class LayerScheme:
 class KVSpec:
     """How cached keys and values are stored; None: as they were computed.
 
-    Their granularities: Token (one scale a token and head), Group (some channels of one), TokenGroup
-    (one channel over some tokens); static ones, whose scales are calibrated: TensorWise, Head.
-    rotate_key, rotate_value: through a Hadamard matrix of each head. key_before_rope: keys are taken
-    back to what they were before their rotary embedding. skip_layers: decoder layers (from 0) whose
-    keys and values stay as they were computed.
+    Their granularities: Token (one scale a token and head), Group (some channels of one),
+    TokenGroup (one channel over some tokens); static ones, whose scales are calibrated: TensorWise,
+    Head. rotate_key, rotate_value: through a Hadamard matrix of each head. key_before_rope: keys
+    are taken back to what they were before their rotary embedding. skip_layers: decoder layers
+    (from 0) whose keys and values stay as they were computed.
     """
 
     key: QuantSpec | None

@@ -51,8 +51,8 @@ Say = Callable[[str], None]
 
 
 def can_stream(recipe: Recipe) -> bool:
-    """Whether every pass looks at weights alone, no static scales of activations or of the cache are
-    needed and no budget has to be spent where it matters most."""
+    """Whether every pass looks at weights alone, no static scales of activations or of the cache
+    are needed and no budget has to be spent where it matters most."""
     return (
         recipe.budget is None
         and bool(recipe.weight_passes)

@@ -67,8 +67,8 @@ def save_checkpoint(
     layers: names of the decoder layers, all finished. schemes: quantized modules by the source's
     names. ignore: linears left alone. report: what is kept beside the weights, no times in it.
     changed: tensors that the source hands out otherwise than the folder has them. config_changes:
-    keys of config.json that differ. cache: how keys and values are to be stored. Everything is made in a temporary folder that is renamed at the
-    end.
+    keys of config.json that differ. cache: how keys and values are to be stored. Everything is made
+    in a temporary folder that is renamed at the end.
     """
     folder = journal.folder / "assembled"
     if folder.exists():
@@ -192,7 +192,7 @@ def to_store(source: TensorSource, name: str) -> Tensor:
     tensor = source.get(name).to(source.info[name].dtype)
     if tensor.is_floating_point() and not tensor.isfinite().all():
         raise UserError(
-            f"'{name}' has values beyond {tensor.dtype} once it is transformed; convert the model to "
-            "bfloat16 or float32 first"
+            f"'{name}' has values beyond {tensor.dtype} once it is transformed; convert the model "
+            "to bfloat16 or float32 first"
         )
     return tensor

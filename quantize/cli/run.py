@@ -316,9 +316,7 @@ def _show(result: RunResult, as_json: bool) -> None:
         terminal.print(choice_table(result.budget))
     bits = size.quantized_bits_per_weight
     per_weight = "weights as they were" if bits is None else f"{bits:.3f} bits per quantized weight"
-    say(
-        f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, {per_weight}, {result.seconds:.0f} s"
-    )
+    say(f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, {per_weight}, {result.seconds:.0f} s")
     for name, layers in result.pass_seconds.items():
         spent = list(layers.values())
         say(f"{name}: {sum(spent):.1f} s, {sum(spent) / len(spent):.2f} s a layer")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ...kernels.affine import expand_groups, round_to_codes, values_of_codes
 from ...kernels.errors import UserError
-from ..ranges import QParams, choose_qparams, scale_store
 from ..quantized import Quantized, elements
+from ..ranges import QParams, choose_qparams, scale_store
 from ..spec import Block, Group, QuantSpec
 from .refine import refine
 from .settings import MAX_DAMP, GPTQSettings
@@ -33,8 +33,8 @@ class Factor(NamedTuple):
 
     hessian float32 [in, in]: as it was given. order int64 [in]: columns in processing order. u
     float32 [in, in]: upper Cholesky factor of the inverse of the damped, reordered Hessian.
-    diagonal float32 [in]: the damped diagonal, memory order. dampening_frac: the share that made the factorization succeed. dead: number of columns
-    whose input was always zero.
+    diagonal float32 [in]: the damped diagonal, memory order. dampening_frac: the share that made
+    the factorization succeed. dead: number of columns whose input was always zero.
     """
 
     hessian: Tensor

@@ -1,15 +1,15 @@
 """Make a solved weight better: least-squares scales and coordinate descent under the whole Hessian.
 
-GPTQ decides each column once, before it knows what the later ones will do, and its scales before any.
-Both can be looked at again with all else fixed, and each look lowers the same error,
+GPTQ decides each column once, before it knows what the later ones will do, and its scales before
+any. Both can be looked at again with all else fixed, and each look lowers the same error,
 tr((W - V) H (W - V)^T):
 
 - the scales of a row jointly: V is linear in them, so they solve a small system (groups x groups);
 - the codes, one column after the other (QuantEase, Behdin et al. 2023, arXiv:2309.01885): with
   P = (W - V) H, the best value of column j is v_j + P_j / H_jj, rounded to the nearest code.
 
-Everything is held transposed, [in, out], as in the GPTQ solver, and updates beyond a block of columns
-are delayed to one matrix product.
+Everything is held transposed, [in, out], as in the GPTQ solver, and updates beyond a block of
+columns are delayed to one matrix product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Round to nearest (RTN): the baseline, data-free.
 
-Every weight is rounded on its own, with scales from each group's plain range or, with a search, those
-of least squared error. Take it when there is no calibration text or no time; every other method is
-measured against it.
+Every weight is rounded on its own, with scales from each group's plain range or, with a search,
+those of least squared error. Take it when there is no calibration text or no time; every other
+method is measured against it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from ..ranges import QParams, ScaleStore, choose_qparams, uniform_importance
 from ..spec import QuantSpec
 from .settings import RTNSettings
 
+PLAIN = RTNSettings()
+
 
 def rtn_quantize(
     w: Tensor,
     spec: QuantSpec,
     scale_dtype: torch.dtype,
-    settings: RTNSettings = RTNSettings(),
+    settings: RTNSettings = PLAIN,
     store: ScaleStore | None = None,
 ) -> Quantized:
     """w [out, in] rounded to nearest; scales stored in `scale_dtype` (the model's), or as `store`
