@@ -12,7 +12,7 @@ from .damage import DOWN
 # options of run -> parts of the message
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--scheme", "W4A61"): ("'W4A61'", "did you mean W4A16", "W8A16"),
-    ("--scheme", "nothing like it"): ("'nothing like it'", "known: W4A16"),
+    ("--scheme", "nothing like it"): ("'nothing like it'", "known: W2A16"),
     ("--method", "gtpq"): ("'gtpq'", "did you mean 'gptq'"),
     ("--group-size", "7"): (
         "group size 7",
@@ -43,9 +43,9 @@ OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--dampening-frac", "0"): ("dampening_frac", "over 0"),
     ("--dampening-frac", "nan"): ("dampening_frac", "nan"),
     ("--block-size", "0"): ("block_size", "at least 1"),
-    ("--act-order", "dynamic"): ("act_order", "'static' or 'none'", "'dynamic'"),
+    ("--act-order", "dynamic"): ("act_order", "known: static, none", "'dynamic'"),
     ("--no-static-groups",): ("act_order 'static' needs static_groups",),
-    ("--scale-search", "guess"): ("scale_search", "'hessian' or 'minmax'", "'guess'"),
+    ("--scale-search", "guess"): ("scale_search", "known: hessian, minmax", "'guess'"),
     ("--calib", "nonsuch.txt"): ("nonsuch.txt", "wikitext, pydoc"),
     ("--calib", "nobody/nothing"): ("'nobody/nothing'", "use pydoc"),
     ("--recipe", "nonsuch.yaml"): ("no such recipe file", "nonsuch.yaml"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowbit.calib.layer_loop import InputGroup, run_layers
+from lowbit.calib.layer_loop import InputGroup, LayerWorker, run_layers
 from lowbit.calib.model import LayeredModel
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.load import Checkpoint
@@ -25,7 +25,7 @@ def make_model(family: str, folder: Path, tied: bool) -> Path:
     return save_tiny(folder, config)
 
 
-class HeadWatcher:
+class HeadWatcher(LayerWorker):
     """Wants the head alone and keeps its input's Hessian."""
 
     needs = frozenset({"hessian"})

@@ -283,8 +283,12 @@ def _put_setting(passes: list[dict[str, Any]], method: str, name: str, value: An
             f"'{name}' is a setting of {method}, but the recipe's passes are "
             f"{', '.join(p['method'] for p in passes)}"
         )
-    for a_pass in found:
-        a_pass[method] = {**a_pass.get(method, {}), name: value}
+    if len(found) > 1:
+        raise UserError(
+            f"'{name}' is given beside a recipe of {len(found)} passes of {method}; change it in the "
+            "recipe file"
+        )
+    found[0][method] = {**found[0].get(method, {}), name: value}
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
