@@ -174,8 +174,8 @@ class PassWorker(LayerWorker):
             for name, module in layer.named_modules(prefix=layer_name)
             if self.wants(name) and self._plan.linears[name].scheme.input_activations
         ]
-        observe = self._cache is not None and not self._journal.finished(layer_name)
-        watching = self._cache.watching(layer_name, layer) if observe else nullcontext()
+        cache = None if self._journal.finished(layer_name) else self._cache
+        watching = nullcontext() if cache is None else cache.watching(layer_name, layer)
         try:
             with watching:
                 yield

@@ -285,8 +285,8 @@ def _put_setting(passes: list[dict[str, Any]], method: str, name: str, value: An
         )
     if len(found) > 1:
         raise UserError(
-            f"'{name}' is given beside a recipe of {len(found)} passes of {method}; change it in the "
-            "recipe file"
+            f"'{name}' is given beside a recipe of {len(found)} passes of {method}; change it in "
+            "the recipe file"
         )
     found[0][method] = {**found[0].get(method, {}), name: value}
 
