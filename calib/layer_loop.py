@@ -16,108 +16,31 @@ The loop knows no method by name: a worker says which statistics it needs.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from .layer_worker import InputGroup, LayerWorker
 from .memory import release_free_memory, share_one_arena
 from .model import LayerCall, LayeredModel, forward_layer
-from .pausable import PausableCall
+from .observe import (
+    SHIFT,
+    FloatTwin,
+    Observer,
+    Watch,
+    at_stops,
+    new_statistics,
+    observe_layer,
+    pausable_pass,
+)
 from .row_guard import RowGuard
 from .statistics import STATISTICS, InputShift
-from .stops import InputHook, LinearStop, Stop, find_stops, input_hooks, wanted_linears
+from .stops import find_stops, input_hooks, wanted_linears
 
-LAYERS_A_TRIM = (
-    4  # trimming after each costs a tenth of the time, never lets memory grow with depth
-)
-SHIFT = "input_shift"  # the statistic for which the float model is run beside
+LAYERS_A_TRIM = 4  # trimming after each costs a tenth of the time, never lets memory grow
 Order = Literal["sequential", "parallel"]
-
-
-class InputGroup(NamedTuple):
-    """Linears (full name -> module) that read the same input, and that input's statistics (name in
-    STATISTICS -> an instance of its class).
-
-    routed: for the linears of an expert, how many tokens the model's router gives it.
-    """
-
-    linears: dict[str, nn.Linear]
-    statistics: dict[str, Any]
-    routed: int | None = None
-
-
-class Wants(Protocol):
-    """Who asks for statistics (`needs`: names of STATISTICS) of which linears' inputs."""
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-
-    def wants(self, name: str) -> bool: ...
-
-
-class LayerTransform(Wants, Protocol):
-    """A change of a layer's weights before they are quantized."""
-
-    def apply(
-        self,
-        layer_name: str,
-        layer: nn.Module,
-        groups: list[InputGroup],
-        calls: list[LayerCall],
-    ) -> None:
-        """Change the weights of the loaded layer, unquantized until then."""
-        ...
-
-
-class LayerWorker(Wants, Protocol):
-    """What the loop drives; it `wants` the linears that are to be quantized.
-
-    transforms: what changes a layer's weights before. whole_layers: layers go to `quantize_layer`
-    instead of their input groups to `quantize`, together with what the float model puts out there.
-    """
-
-    transforms: Sequence[LayerTransform] = ()
-    whole_layers: bool = False
-
-    def begin(self, layer_name: str, layer: nn.Module) -> None:
-        """Called with each loaded layer that is not finished, before all else."""
-
-    def quantize(self, group: InputGroup) -> None:
-        """Quantize the group's linears and put the values that are stored into their weights."""
-        ...
-
-    def quantize_layer(
-        self,
-        layer_name: str,
-        layer: nn.Module,
-        groups: list[InputGroup],
-        calls: list[LayerCall],
-        targets: list[Tensor],
-    ) -> None:
-        """Quantize all of the layer's wanted linears.
-
-        targets: the layer's outputs in the float model, where no layer before is quantized.
-        """
-        raise NotImplementedError
-
-    def quantized_inputs(self, layer_name: str, layer: nn.Module) -> AbstractContextManager[None]:
-        """While open, a linear that is quantized rounds its input where its scheme says so."""
-        return nullcontext()
-
-    def finish(self, layer_name: str, dropped: list[int]) -> None:
-        """Called when all linears of a layer are quantized: store them.
-
-        dropped: the calibration rows left out as non-finite up to here.
-        """
-        ...
-
-    def restore(self, layer_name: str, layer: nn.Module) -> bool:
-        """Put the stored weights of a finished layer into it; False: it is not finished."""
-        ...
 
 
 def run_layers(
@@ -149,7 +72,7 @@ def run_layers(
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
         targets = states  # the hidden states of the float model, kept where a worker wants them
-        watch = _Watch(RowGuard(len(rows)), all_experts)
+        watch = Watch(RowGuard(len(rows)), all_experts)
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
@@ -159,10 +82,10 @@ def run_layers(
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
-                        groups = _observe(name, layer, calls, transform, watch)
+                        groups = observe_layer(name, layer, calls, transform, watch)
                         transform.apply(name, layer, groups, calls)
                     if worker.whole_layers:
-                        groups = _observe(name, layer, calls, worker, watch)
+                        groups = observe_layer(name, layer, calls, worker, watch)
                         worker.quantize_layer(name, layer, groups, calls, targets)
                         states = _forward(name, layer, calls, worker)
                     else:
@@ -187,25 +110,18 @@ def _forward(
         return [forward_layer(layer, call) for call in calls]
 
 
-class _Watch(NamedTuple):
-    """How inputs are observed, see `run_layers`."""
-
-    guard: RowGuard
-    all_experts: bool
-
-
 def _sequential(
     name: str,
     layer: nn.Module,
     calls: list[LayerCall],
     float_calls: list[LayerCall],
     worker: LayerWorker,
-    watch: _Watch,
+    watch: Watch,
 ) -> list[Tensor]:
     stops = find_stops(name, layer, calls[0], worker.wants, watch.all_experts)
-    observe = _Observer(stops, calls, worker, watch.guard)
-    passes = [_pausable_pass(layer, call) for call in calls]
-    twin = _FloatTwin(layer, stops, float_calls) if SHIFT in worker.needs else None
+    observe = Observer(stops, calls, worker, watch.guard)
+    passes = [pausable_pass(layer, call) for call in calls]
+    twin = FloatTwin(layer, stops, float_calls) if SHIFT in worker.needs else None
 
     def stop_at(index: int, args: tuple[Any, ...]) -> None:
         observe(index, args)
@@ -213,7 +129,7 @@ def _sequential(
 
     try:
         # observed first, then rounded: a paused batch goes on with what was decided meanwhile
-        with input_hooks(_at_stops(stops, stop_at)), worker.quantized_inputs(name, layer):
+        with input_hooks(at_stops(stops, stop_at)), worker.quantized_inputs(name, layer):
             for index in range(len(stops)):
                 for observe.batch, batch in enumerate(passes):
                     observe.float_x = twin.advance(observe.batch) if twin else None
@@ -228,131 +144,18 @@ def _sequential(
             twin.close()
 
 
-def _pausable_pass(layer: nn.Module, call: LayerCall) -> PausableCall[Tensor]:
-    def run() -> Tensor:
-        with torch.inference_mode():  # a thread has its own
-            return forward_layer(layer, call)
-
-    return PausableCall(run)
-
-
-class _FloatTwin:
-    """The unquantized layer, run on what it reads in the float model, one stop after the other in
-    step with the layer that is being quantized."""
-
-    def __init__(self, layer: nn.Module, stops: list[Stop], calls: list[LayerCall]) -> None:
-        twin = copy.deepcopy(layer)
-        inside = dict(zip(layer.modules(), twin.modules(), strict=True))
-        twins = {stop.module: inside[stop.module] for stop in stops}
-        self._passes = [_pausable_pass(twin, call) for call in calls]
-        self._running = 0
-        self._x: Tensor | None = None
-
-        def stop_at(index: int, args: tuple[Any, ...]) -> None:
-            self._x = args[0] if isinstance(stops[index], LinearStop) else None
-            self._passes[self._running].pause()
-
-        hooks = _at_stops(stops, stop_at)
-        self._handles = [
-            twins[module].register_forward_pre_hook(_on_behalf_of(module, hook))
-            for module, hook in hooks.items()
-        ]
-
-    def advance(self, batch: int) -> Tensor | None:
-        """What the linears of the batch's next stop read; None where tokens are routed."""
-        self._running = batch
-        self._passes[batch].resume()
-        return self._x
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for batch in self._passes:
-            batch.close()
-
-
 def _parallel(
     name: str,
     layer: nn.Module,
     calls: list[LayerCall],
     float_calls: list[LayerCall],
     worker: LayerWorker,
-    watch: _Watch,
+    watch: Watch,
 ) -> list[Tensor]:
     assert SHIFT not in worker.needs, "the recipe allows the shift of inputs in sequence only"
-    for group in _observe(name, layer, calls, worker, watch):
+    for group in observe_layer(name, layer, calls, worker, watch):
         worker.quantize(group)
     return _forward(name, layer, calls, worker)
-
-
-def _observe(
-    name: str, layer: nn.Module, calls: list[LayerCall], wants: Wants, watch: _Watch
-) -> list[InputGroup]:
-    """The layer's wanted linears by input, with the statistics of one pass of all batches."""
-    stops = find_stops(name, layer, calls[0], wants.wants, watch.all_experts)
-    if not wants.needs:
-        return [InputGroup(group, {}) for stop in stops for group in stop.groups]
-    observe = _Observer(stops, calls, wants, watch.guard)
-    with input_hooks(_at_stops(stops, observe)):
-        for observe.batch, call in enumerate(calls):
-            forward_layer(layer, call)
-    return [group for index in range(len(stops)) for group in observe.take(index)]
-
-
-def _at_stops(
-    stops: list[Stop], act: Callable[[int, tuple[Any, ...]], None]
-) -> dict[nn.Module, InputHook]:
-    """Hooks that call `act` with the number of each stop that a call of its module is, in order,
-    and with the call's arguments."""
-    numbers: dict[nn.Module, list[int]] = {}
-    for index, stop in enumerate(stops):
-        numbers.setdefault(stop.module, []).append(index)
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for index in numbers[module]:
-            act(index, args)
-
-    return dict.fromkeys(numbers, hook)
-
-
-def _on_behalf_of(original: nn.Module, hook: InputHook) -> InputHook:
-    """`hook` for a copy of the module that it knows."""
-    return lambda _, args: hook(original, args)
-
-
-class _Observer:
-    """Adds what the groups of each stop read to their statistics. `batch`: the one that runs;
-    `float_x`: what it reads at the stop in the float model, where that is followed."""
-
-    def __init__(
-        self, stops: list[Stop], calls: list[LayerCall], wants: Wants, guard: RowGuard
-    ) -> None:
-        self._stops, self._calls, self._wants, self._guard = stops, calls, wants, guard
-        self._seen = [[InputGroup(group, {}) for group in stop.groups] for stop in stops]
-        self.batch = 0
-        self.float_x: Tensor | None = None
-
-    def __call__(self, index: int, args: tuple[Any, ...]) -> None:
-        """Stop number `index` is reached by a call with `args`."""
-        first_row = sum(len(call.hidden) for call in self._calls[: self.batch])
-        for number, (x, routed) in enumerate(self._stops[index].observe(args)):
-            group = self._seen[index][number]
-            if not group.statistics:
-                group.statistics.update(_new_statistics(self._wants, x))
-            if routed is not None:
-                self._seen[index][number] = group._replace(routed=(group.routed or 0) + routed)
-            finite = self._guard.finite_rows(first_row, self._calls[self.batch], x)
-            for statistic in group.statistics.values():
-                if not isinstance(statistic, InputShift):
-                    statistic.add(finite)
-                elif self.float_x is not None and len(finite) == len(x):  # no row was dropped
-                    statistic.add_pair(x, self.float_x)
-
-    def take(self, index: int) -> Iterator[InputGroup]:
-        """The groups of a stop with their statistics, which are not held any longer."""
-        groups, self._seen[index] = self._seen[index], []
-        while groups:
-            yield groups.pop(0)
 
 
 def _without_data(
@@ -385,7 +188,7 @@ def _output_head(
         statistics: dict[str, Any] = {}
         first_row = 0
         for x in model.head_inputs(rows, states):
-            statistics = statistics or _new_statistics(worker, x)
+            statistics = statistics or new_statistics(worker, x)
             finite = guard.finite_rows(first_row, LayerCall(x, {}), x)
             for statistic in statistics.values():
                 if not isinstance(statistic, InputShift):  # not followed beyond the layers
@@ -393,7 +196,3 @@ def _output_head(
             first_row += len(x)
         worker.quantize(InputGroup({name: head}, statistics))
         worker.finish(name, guard.dropped)
-
-
-def _new_statistics(worker: Wants, x: Tensor) -> dict[str, Any]:
-    return {need: STATISTICS[need](x.shape[-1], x.device) for need in sorted(worker.needs)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..calib.layer_loop import InputGroup
+from ..calib.layer_worker import InputGroup
 from ..calib.model import LayerCall, forward_layer
 from .folds import Fold
 from .passes.settings import AWQSettings

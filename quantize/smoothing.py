@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_loop import InputGroup, LayerTransform
+from ..calib.layer_worker import InputGroup, LayerTransform
 from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import first_row
 from .activations import fake_quantize_input, input_scale_of_peak

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_loop import InputGroup, LayerCall, LayerTransform, LayerWorker
-from ..calib.model import LayeredModel
+from ..calib.layer_worker import InputGroup, LayerTransform, LayerWorker
+from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import InputHook
 from .activations import fake_quantize_input, input_scale_of_peak
 from .checkpoint.compress import (

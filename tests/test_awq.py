@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit.calib.layer_loop import InputGroup
+from lowbit.calib.layer_worker import InputGroup
 from lowbit.calib.model import LayerCall
 from lowbit.evals.scorer import load_scorer
 from lowbit.kernels.errors import UserError

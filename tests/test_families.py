@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lowbit.calib.layer_loop import InputGroup, LayerWorker, Order, run_layers
+from lowbit.calib.layer_loop import Order, run_layers
+from lowbit.calib.layer_worker import InputGroup, LayerWorker
 from lowbit.calib.model import LayeredModel
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.journal import Journal

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from lowbit.calib.layer_loop import forward_layer
-from lowbit.calib.model import LayeredModel
+from lowbit.calib.model import LayeredModel, forward_layer
 from lowbit.evals.kv_fake import FakeQuantizedKV
 from lowbit.evals.scorer import load_scorer
 from lowbit.kernels.errors import UserError

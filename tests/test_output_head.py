@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowbit.calib.layer_loop import InputGroup, LayerWorker, run_layers
+from lowbit.calib.layer_loop import run_layers
+from lowbit.calib.layer_worker import InputGroup, LayerWorker
 from lowbit.calib.model import LayeredModel
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.load import Checkpoint
