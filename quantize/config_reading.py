@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import yaml
+
 from ..kernels.errors import UserError
 
 T = TypeVar("T")
@@ -33,6 +35,14 @@ def build(cls: type[T], data: Any, where: str, defaults: T | None = None) -> T:
             raise UserError(f"{where}: '{key}' must be {type(default).__name__}, got {value!r}")
         values[key] = value
     return cls(**values)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    """What `text` says; UserError, which begins with `where`, when it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise UserError(f"{where} is not valid YAML: {' '.join(str(e).split())}") from e
 
 
 def mapping(data: Any, where: str) -> Mapping[str, Any]:

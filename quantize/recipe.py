@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from ..kernels.errors import UserError
-from .config_reading import build, known_keys, mapping, plain
+from .config_reading import build, known_keys, mapping, plain, read_yaml
 from .passes.settings import BudgetSettings, at_least_one, one_of
 from .recipe_passes import (
     STAGES,
@@ -150,9 +150,10 @@ class Recipe:
         if not path.is_file():
             raise UserError(f"no such recipe file: {path}")
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise UserError(f"{path} is not valid YAML: {' '.join(str(e).split())}") from e
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path} is not valid YAML: {e}") from e
+        data = read_yaml(text, str(path))
         return cls.from_dict(data if data is not None else {})
 
 

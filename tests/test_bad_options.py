@@ -85,6 +85,7 @@ RECIPES: dict[str | bytes, tuple[str, ...]] = {
     "execution: {device: cpu}": ("execution", "unknown key 'device'"),
     "pases: []": ("unknown key 'pases'", "did you mean 'passes'"),
     "passes: [": ("not valid YAML",),
+    "passes: [{scheme: 2024-13-45}]": ("not valid YAML", "month"),
     "!!python/object/apply:os.getcwd []": ("not valid YAML", "constructor"),
     b"\x00\xff\x80": ("not valid YAML",),
 }

@@ -161,6 +161,8 @@ def test_a_budget_is_a_number_and_settings() -> None:
     assert made == BudgetSettings(3.5, num_bits=(3, 4))
     with pytest.raises(UserError, match="stores floats"):
         dump("--scheme=FP8", "--budget=3.5")
+    with pytest.raises(UserError, match="say how many with --budget"):
+        dump("--set=budget.samples=4")
 
 
 def test_settings_of_every_method_can_be_given() -> None:
@@ -168,6 +170,11 @@ def test_settings_of_every_method_can_be_given() -> None:
     awq, rtn = made.passes
     assert isinstance(awq, Transform) and awq.awq.n_grid == 7
     assert isinstance(rtn, WeightPass) and rtn.rtn.scale_search == "mse"
+    (cache,) = dump("--method=none", "--kv=int8", "--set=kv_cache.skip_layers=[0]").passes
+    assert isinstance(cache, KVCachePass) and cache.kv_cache.skip_layers == (0,)
+    for wrong in ("gptq.block_size=[1", "gptq.block_size=*a", "gptq.block_size=2024-13-45"):
+        with pytest.raises(UserError, match="not valid YAML"):
+            dump(f"--set={wrong}")
     for wrong in ("awq.n_grid=7", "gptq.nothing=1", "gptq.block_size=x", "gptq", "gptq.block_size"):
         with pytest.raises(UserError):
             dump(f"--set={wrong}")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from ...kernels.errors import UserError
+from ..config_reading import read_yaml
 from ..passes.settings import one_of
 from ..presets import preset_methods
 from ..recipe import Calibration, Execution, Recipe, WeightPass
@@ -219,18 +219,21 @@ def build_recipe(
         _put_setting(data["passes"], "gptq", name, value)
     if budget is not None:
         data["budget"] = {**(data.get("budget") or {}), "bits": budget}
+    if kv is not None:
+        data["passes"] = [p for p in data["passes"] if p["method"] != "kv_cache"]
+        data["passes"].append({"method": "kv_cache", "kv_cache": {"format": kv}})
     for setting in settings:
         key, equals, text = setting.partition("=")
         method, dot, name = key.partition(".")
         if not (equals and dot and method and name):
             raise UserError(f"--set takes METHOD.NAME=VALUE, got '{setting}'")
+        value = read_yaml(text, f"--set {key}: '{text}'")
         if method == "budget":
-            data["budget"] = {**(data.get("budget") or {}), name: yaml.safe_load(text)}
+            data["budget"] = {**(data.get("budget") or {}), name: value}
         else:
-            _put_setting(data["passes"], method, name, yaml.safe_load(text))
-    if kv is not None:
-        data["passes"] = [p for p in data["passes"] if p["method"] != "kv_cache"]
-        data["passes"].append({"method": "kv_cache", "kv_cache": {"format": kv}})
+            _put_setting(data["passes"], method, name, value)
+    if data.get("budget") and "bits" not in data["budget"]:
+        raise UserError("--set budget.* says how bits are given out; say how many with --budget")
     data["calibration"] |= _given(calibration)
     data["execution"] |= _given(execution)
     return Recipe.from_dict(data)
