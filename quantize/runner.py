@@ -23,6 +23,7 @@ from ..calib.text import Text, load_text, load_tokenizer, token_rows
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .budget_plan import budgeted_plan
+from .cache_layers import check_cache
 from .checkpoint.journal import Journal, source_identity, unfinished_identity
 from .checkpoint.load import read_config
 from .checkpoint.save import check_output, save_checkpoint
@@ -60,6 +61,8 @@ def quantize_model(
         return stream_quantize(folder, out, recipe, device, overwrite, restart, say)
     start = time.perf_counter()
     check_output(folder, out, overwrite)
+    if recipe.kv_cache is not None:
+        check_cache(recipe.kv_cache.kv_cache.spec, read_config(folder))
     where = resolve_device(device)
     dtype = _forward_dtype(recipe, where, folder, out, restart)
     model, rotated = _open(folder, recipe, dtype, where)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from ..calib.shards import DTYPES, Shards, TensorSource
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
+from .cache_layers import check_cache
 from .checkpoint.compress import compress
 from .checkpoint.journal import Journal, source_identity
 from .checkpoint.load import read_config
@@ -84,6 +85,8 @@ def stream_quantize(
     check_output(folder, out, overwrite)
     where = resolve_device(device)
     config = read_config(folder)
+    if recipe.kv_cache is not None:
+        check_cache(recipe.kv_cache.kv_cache.spec, config)
     source, names = _linears(folder, config)
     plan = plan_linears(recipe, names.inner, names.outer, names.head)
     recipe = settled_recipe(recipe, plan)

@@ -61,3 +61,29 @@ def test_a_format_of_our_own_beside_weights(
 def test_nothing_to_do_is_refused(command: Commands, shallow: Path, tmp_path: Path) -> None:
     outcome = command("run", shallow, "-o", tmp_path / "out", "--method", "none")
     assert outcome.code == 2 and "at least one pass" in outcome.stderr
+
+
+@pytest.mark.parametrize("method", ["none", "rtn"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("int4_hadamard_g7",), "groups of 7 channels do not divide a head of 16"),
+        (("k16v4_g32",), "groups of 32 channels do not divide a head of 16"),
+        (
+            ("int8", "--set", "kv_cache.skip_layers=[2]"),
+            "names layer 2, but the model's are 0 to 1",
+        ),
+        (("int8", "--set", "kv_cache.skip_layers=[0, 1]"), "names every layer"),
+    ],
+)
+def test_a_format_that_does_not_suit_the_model_is_refused(
+    command: Commands,
+    shallow: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    message: str,
+    method: str,
+) -> None:
+    run = ("run", shallow, "-o", tmp_path / "out", "--method", method, "--kv", *options)
+    command(*run).refuses(message)
+    assert not list(tmp_path.iterdir())
