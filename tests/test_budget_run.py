@@ -133,3 +133,6 @@ def test_what_cannot_be_kept_is_refused(data, model, tmp_path) -> None:
             tmp_path / "b",
             recipe(data, WeightPass(), budget=BudgetSettings(1.5), samples=1),
         )
+    # it leaves nothing that stands in the way of one that can be
+    kept = recipe(data, WeightPass(), budget=BudgetSettings(3.5, samples=1), samples=1)
+    assert quantize_model(model, tmp_path / "b", kept).resumed_layers == 0

@@ -24,6 +24,7 @@ from .raw import fsync_folder, write_tensors, write_text
 
 JOURNAL = "journal.json"
 LOCK = "lock"
+EMPTY = (JOURNAL, f"{JOURNAL}.tmp", LOCK)  # files of a run that has made nothing yet
 SHOWN = 4  # differences that a refusal names
 
 
@@ -34,7 +35,7 @@ class Journal:
         """Open or start the journal of the output folder `out`.
 
         identity: everything that the output's bytes depend on, as plain JSON values. Raises
-        UserError when a journal of another identity is there; `restart` throws it away instead.
+        UserError when work of another identity is there; `restart` throws it away instead.
         """
         self.folder = partial_folder(out)
         if self.folder.exists() and not _is_ours(self.folder):
@@ -53,9 +54,10 @@ class Journal:
             _empty(self.folder)
         path = self.folder / JOURNAL
         there = unfinished_identity(out)
-        if there is not None:
+        begun = any(p.name not in EMPTY for p in self.folder.iterdir())
+        if there is not None and begun:
             self._compare(there, identity)
-        else:
+        elif there != identity:  # a run that ended before it had made anything leaves no claim
             _replace(path, lambda p: write_text(p, json.dumps(identity, indent=2)))
         self.resumed = sum(1 for _ in self.folder.glob("*.safetensors"))
 
