@@ -9,7 +9,8 @@ from torch import Tensor
 
 PROBE = 1024  # rows, columns and inner size of the timed matrix product
 WORTH_IT = 1.4  # bfloat16 must be this much faster to be worth its rounding
-REPEATS = 5
+REPEATS = 9
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -21,7 +22,11 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch
         ]
     if device.type != "cpu":
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
-    ratio = matmul_flops(torch.bfloat16) / matmul_flops(torch.float32)
+    pairs = {t: tuple(torch.ones(PROBE, PROBE, dtype=t) for _ in range(2)) for t in CPU_DTYPES}
+    # by turns, so that what else the machine does falls on both
+    times = [{t: _timed(*pairs[t]) for t in CPU_DTYPES} for _ in range(REPEATS)]
+    fastest = {t: min(time[t] for time in times) for t in CPU_DTYPES}
+    ratio = fastest[torch.float32] / fastest[torch.bfloat16]
     return torch.bfloat16 if ratio >= WORTH_IT else torch.float32
 
 

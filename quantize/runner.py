@@ -74,6 +74,8 @@ def quantize_model(
     rows, text = _calibration_rows(model, recipe) if calibrated else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
+    if rows is not None and recipe.execution.dtype == "auto":
+        notes.append(f"forward passes in {_name(dtype)} (--dtype auto)")
     if rotated is not None:
         notes.append(rotated.description)
     if recipe != asked:

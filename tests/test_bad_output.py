@@ -43,6 +43,16 @@ def test_output_that_is_no_checkpoint_is_never_replaced(
     assert (photos / "cat.png").read_text() == file.read_text() == "dear to me"
 
 
+def test_an_original_model_is_never_replaced(
+    shallow: Path, calibration: list[str], command: Commands, tmp_path: Path
+) -> None:
+    original = copied(shallow, tmp_path / "original")
+    command("run", shallow, "-o", original, *calibration, "--overwrite").refuses(
+        str(original), "holds an original model", "choose another output"
+    )
+    assert hashes(original) == hashes(shallow)
+
+
 def test_output_that_would_swallow_the_model(
     shallow: Path, calibration: list[str], command: Commands, tmp_path: Path
 ) -> None:

@@ -180,6 +180,12 @@ def test_settings_of_every_method_can_be_given() -> None:
             dump(f"--set={wrong}")
 
 
+def test_a_setting_of_gptq_keeps_the_presets_transforms() -> None:
+    chain = lambda *line: [p.method for p in dump(*line).passes]  # noqa: E731
+    assert chain("--scheme=W8A8", "--block-size=32") == ["smoothquant", "gptq"]
+    assert chain("--scheme=FP8_DYNAMIC", "--block-size=32") == ["gptq"]
+
+
 @pytest.mark.parametrize("scheme", PRESETS)
 @pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
 def test_every_scheme_has_presets(scheme: str, preset: str) -> None:

@@ -42,11 +42,21 @@ def check_output(source: Path, out: Path, overwrite: bool) -> None:
             f"{out} exists and is not a model folder (no config.json); it will not be replaced: "
             "choose another output"
         )
+    if out.exists() and not _is_made_from_another(out):
+        raise UserError(
+            f"{out} holds an original model (its config.json quantizes nothing, and lowbit left no "
+            f"{REPORT}); it will not be replaced: choose another output"
+        )
     parent = out.absolute().parent
     if not parent.is_dir():
         raise UserError(f"no such folder for the output: {parent}")
     if not os.access(parent, os.W_OK):
         raise UserError(f"{parent} is not writable; choose another output")
+
+
+def _is_made_from_another(folder: Path) -> bool:
+    """Whether a model folder is a checkpoint that can be made again."""
+    return (folder / REPORT).exists() or "quantization_config" in read_config(folder)
 
 
 def save_checkpoint(

@@ -11,7 +11,7 @@ import typer
 from ...kernels.errors import UserError
 from ..config_reading import read_yaml
 from ..passes.settings import one_of
-from ..presets import preset_methods
+from ..presets import Methods, preset_methods
 from ..recipe import Calibration, Execution, Recipe, WeightPass
 from ..recipe_passes import QUANTIZERS, TRANSFORMS
 from .common import print_json, say
@@ -201,8 +201,10 @@ def build_recipe(
     gptq_is_named = bool(_given(gptq)) or any(s.startswith("gptq.") for s in settings)
     if preset is not None and "method" in given:
         raise UserError("--preset chooses the methods that --method names; give one of them")
-    if preset is not None or (base is None and "method" not in given and not gptq_is_named):
+    if preset is not None or (base is None and "method" not in given):
         methods = preset_methods(preset or "balanced", given.get("scheme", PASS.scheme))
+        if preset is None and gptq_is_named and "gptq" not in methods.chain:
+            methods = Methods("gptq")  # whose setting is given
         data["passes"] = chained(data["passes"], methods.chain)
         for name, values in methods.settings.items():
             for key, value in values.items():
