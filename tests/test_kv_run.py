@@ -60,7 +60,7 @@ def test_a_format_of_our_own_beside_weights(
 
 def test_nothing_to_do_is_refused(command: Commands, shallow: Path, tmp_path: Path) -> None:
     outcome = command("run", shallow, "-o", tmp_path / "out", "--method", "none")
-    assert outcome.code == 2 and "at least one pass" in outcome.stderr
+    assert outcome.code == 2 and "--kv" in outcome.stderr
 
 
 @pytest.mark.parametrize("method", ["none", "rtn"])

@@ -209,6 +209,8 @@ def build_recipe(
         for name, values in methods.settings.items():
             for key, value in values.items():
                 _put_setting(data["passes"], name, key, value)
+    if given.get("method") == "none" and kv is None and base is None:
+        raise UserError("--method none leaves the weights alone; name a cache format with --kv")
     if "method" in given:
         data["passes"] = chained(data["passes"], given.pop("method"))
     if given:
