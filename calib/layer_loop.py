@@ -71,14 +71,16 @@ def run_layers(
         states = [next(iter(b.values())).hidden for b in batches]
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
-        targets = states  # the hidden states of the float model, kept where a worker wants them
+        follow = worker.whole_layers or SHIFT in worker.needs  # the float model too
+        targets = states if follow else []  # its hidden states
         watch = Watch(RowGuard(len(rows)), all_experts)
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
             with model.loaded(name) as layer:
-                float_calls = [LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=True)]
-                if worker.whole_layers or SHIFT in worker.needs:
-                    targets = [forward_layer(layer, call) for call in float_calls]
+                float_calls = [
+                    LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=follow)
+                ]
+                targets = [forward_layer(layer, call) for call in float_calls]
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
@@ -88,9 +90,10 @@ def run_layers(
                         groups = observe_layer(name, layer, calls, worker, watch)
                         worker.quantize_layer(name, layer, groups, calls, targets)
                         states = _forward(name, layer, calls, worker)
+                    elif order == "sequential":
+                        states = _sequential(name, layer, calls, float_calls, worker, watch)
                     else:
-                        step = _sequential if order == "sequential" else _parallel
-                        states = step(name, layer, calls, float_calls, worker, watch)
+                        states = _parallel(name, layer, calls, worker, watch)
                     worker.finish(name, watch.guard.dropped)
                 else:
                     states = _forward(name, layer, calls, worker)
@@ -145,12 +148,7 @@ def _sequential(
 
 
 def _parallel(
-    name: str,
-    layer: nn.Module,
-    calls: list[LayerCall],
-    float_calls: list[LayerCall],
-    worker: LayerWorker,
-    watch: Watch,
+    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: Watch
 ) -> list[Tensor]:
     assert SHIFT not in worker.needs, "the recipe allows the shift of inputs in sequence only"
     for group in observe_layer(name, layer, calls, worker, watch):

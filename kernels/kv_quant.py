@@ -27,6 +27,7 @@ from torch import Tensor
 from .affine import round_to_codes
 from .bitplanes import pack_planes, unpack_planes
 from .elements import Elements, elements_of
+from .hadamard import sylvester
 
 SCALE_DTYPE = torch.float16
 SMALLEST_SCALE = 2.0**-14  # float16's smallest normal number
@@ -166,12 +167,8 @@ def rotate_heads(x: Tensor) -> Tensor:
 @functools.lru_cache
 def hadamard_matrix(size: int) -> Tensor:
     """Sylvester's, float32 [size, size], orthonormal; size: a power of two."""
-    assert size > 0 and size & (size - 1) == 0, size
     with torch.inference_mode(False):  # it is kept for callers that want gradients too
-        matrix = torch.ones(1, 1)
-        while len(matrix) < size:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-        return matrix * size**-0.5
+        return sylvester(size).float() * size**-0.5
 
 
 def _grouped(x: Tensor, fmt: KVFormat) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calib.layer_worker import InputGroup, LayerTransform, LayerWorker
+from ..calib.layer_worker import InputGroup, LayerWorker
 from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import InputHook
 from .activations import fake_quantize_input, input_scale_of_peak
@@ -25,6 +25,7 @@ from .checkpoint.kv_config import scale_tensors
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
+from .passes.hqq import hqq_quantize
 from .passes.kv_cache import KVObserver
 from .passes.rtn import rtn_quantize
 from .passes.settings import RTNSettings
@@ -32,6 +33,7 @@ from .passes.signround import check_learnable, nearest_start, signround_layer
 from .plan import Plan, PlannedLinear
 from .quantized import Quantized
 from .recipe import KVCachePass, Transform
+from .smoothing import make_transform
 from .spec import Channel, Group, LayerScheme
 
 
@@ -63,7 +65,7 @@ class PassWorker(LayerWorker):
         self.seconds: dict[str, dict[str, float]] = {}
         self.transform_report: dict[str, Any] = {}
         self.transforms = [
-            _transform(t, plan, self, model) for t in transforms if t.method != "rotate"
+            make_transform(t, plan, self, model) for t in transforms if t.method != "rotate"
         ]
         self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
@@ -200,8 +202,6 @@ class PassWorker(LayerWorker):
         if taken_by.method == "rtn":
             quantized = rtn_quantize(stacked, spec, dtype, taken_by.rtn)
         else:
-            from .passes.hqq import hqq_quantize
-
             quantized = hqq_quantize(stacked, spec, dtype, taken_by.hqq)
         for name, part in zip(members, split_rows(quantized, heights), strict=True):
             self.keep(name, group, part, {"method": taken_by.method, **_routed(group)})
@@ -353,11 +353,3 @@ def split_rows(q: Quantized, heights: list[int]) -> list[Quantized]:
     zero_points = [None] * len(heights) if q.zero_point is None else q.zero_point.split(heights)
     parts = zip(q.codes.split(heights), q.scale.split(heights), zero_points, strict=True)
     return [q._replace(codes=codes, scale=scale, zero_point=zero) for codes, scale, zero in parts]
-
-
-def _transform(
-    transform: Transform, plan: Plan, worker: PassWorker, model: LayeredModel
-) -> LayerTransform:
-    from .smoothing import make_transform
-
-    return make_transform(transform, plan, worker, model)
