@@ -5,11 +5,10 @@ A row's key is FAMILY/METHOD, a peer's TOOL/FAMILY/METHOD; rows of one family st
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..kernels.errors import UserError
+from ..kernels.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,7 @@ def chosen_rows(names: list[str]) -> list[MatrixRow]:
     known = {row.key for row in ROWS} | {row.family for row in ROWS}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(name, sorted(known), cutoff=0.4)
             raise UserError(f"the matrix has no row '{name}'{hint} (--list shows them)")
     return [row for row in ROWS if not names or row.key in names or row.family in names]
 

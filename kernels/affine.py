@@ -16,11 +16,6 @@ from torch import Tensor
 from .elements import E8M0_BIAS, Elements, int_elements
 
 
-def code_range(num_bits: int) -> tuple[int, int]:
-    """Smallest and largest signed code of `num_bits`."""
-    return -(1 << (num_bits - 1)), (1 << (num_bits - 1)) - 1
-
-
 def expand_groups(
     qparam: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None
 ) -> Tensor:

@@ -7,6 +7,15 @@ escapes is a fault of ours and exits with 1. `assert` is for our own invariants.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Input that cannot be used as given. The message names the value, the limit and the remedy."""
+
+
+def did_you_mean(value: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A message's hint at the nearest of the known names; empty where none is near."""
+    near = difflib.get_close_matches(value, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import yaml
 
-from ..kernels.errors import UserError
+from ..kernels.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
@@ -55,8 +54,7 @@ def known_keys(data: Mapping[str, Any], cls: Any, where: str) -> None:
     known = [f.name for f in fields(cls)]
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = did_you_mean(str(key), known)
             raise UserError(f"{where}: unknown key '{key}'{hint} (known: {', '.join(known)})")
 
 

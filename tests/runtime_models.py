@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lowbit.kernels.affine import code_range, quantize_affine
+from lowbit.kernels.affine import quantize_affine
+from lowbit.kernels.elements import int_elements
 from lowbit.quantize.activations import input_scale_of_peak
 from lowbit.quantize.checkpoint.compress import compress, compress_input_scale
 from lowbit.quantize.checkpoint.ct_config import config_from_schemes
@@ -102,7 +103,8 @@ def round_to_nearest(w: Tensor, scheme: LayerScheme) -> Quantized:
     spec = scheme.weights
     if spec.type == "float":
         return rtn_quantize(w, spec, torch.float32)
-    qmin, qmax = code_range(spec.num_bits)
+    codes_of = int_elements(spec.num_bits)
+    qmin, qmax = int(codes_of.lowest), int(codes_of.highest)
     groups = w.view(w.shape[0], spec.groups(w.shape[1]), -1)
     zero_point = None
     if spec.symmetric:

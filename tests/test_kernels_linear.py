@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit.kernels import linear_dequant
 from lowbit.kernels.activations import fake_quantize_activation, quantize_activation
-from lowbit.kernels.affine import code_range
 from lowbit.kernels.bitplanes import pack_planes, plane_widths, unpack_planes
-from lowbit.kernels.elements import elements_of
+from lowbit.kernels.elements import elements_of, int_elements
 from lowbit.kernels.errors import UserError
 from lowbit.kernels.linear_ops import (
     LinearOperands,
@@ -26,6 +25,11 @@ from lowbit.quantize.spec import PRESETS
 KERNELS = {k.name: k for k in linear_kernels()}
 
 
+def int_range(num_bits: int) -> tuple[int, int]:
+    codes = int_elements(num_bits)
+    return int(codes.lowest), int(codes.highest)
+
+
 def problem(**changes) -> LinearProblem:
     plain = LinearProblem(4, 64, True, 128, 48, torch.bfloat16, "cpu")
     return plain._replace(**changes)
@@ -35,7 +39,7 @@ def random_weight(p: LinearProblem, seed: int = 0) -> LinearOperands:
     g = torch.Generator().manual_seed(seed)
     groups = -(-p.in_features // p.group_size)
     if p.kind == "int":
-        qmin, qmax = code_range(p.num_bits)
+        qmin, qmax = int_range(p.num_bits)
         codes = torch.randint(
             qmin, qmax + 1, (p.out_features, p.in_features), generator=g, dtype=torch.int8
         )
@@ -79,7 +83,7 @@ def exactly(x, operands, bias, p: LinearProblem) -> torch.Tensor:
 @settings(deadline=None, max_examples=60)
 @given(bits=st.integers(1, 8), rows=st.integers(1, 5), columns=st.integers(1, 70), data=st.data())
 def test_planes_round_trip(bits, rows, columns, data):
-    qmin, qmax = code_range(bits)
+    qmin, qmax = int_range(bits)
     seed = data.draw(st.integers(0, 2**31))
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(qmin, qmax + 1, (rows, columns), generator=g, dtype=torch.int8)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
-from ...kernels.errors import UserError
+from ...kernels.errors import UserError, did_you_mean
 from ..kv_names import kv_spec_from_name
 from ..spec import KVSpec
 
@@ -220,8 +219,7 @@ def at_least_one(name: str, value: int) -> None:
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     """UserError when `value` is none of the known, with the nearest of them."""
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = did_you_mean(value, known)
         raise UserError(f"unknown {name} '{value}'{hint} (known: {', '.join(known)})")
 
 
