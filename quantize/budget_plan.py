@@ -16,9 +16,9 @@ from tqdm import tqdm
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .checkpoint.journal import Journal
+from .linear_plan import Plan, PlannedLinear
 from .passes.budget import allocate, total_cost, total_size, uniform_choices
 from .passes.settings import BudgetSettings
-from .plan import Plan, PlannedLinear
 from .sensitivity import MeasuredLinear, Unit, measure_sensitivity
 from .spec import Group, LayerScheme, with_group_size
 

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from .linear_plan import Plan
 from .passes.settings import MAX_DAMP, GPTQSettings
-from .plan import Plan
 from .recipe import Recipe
 from .spec import LayerScheme
 

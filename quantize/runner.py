@@ -30,7 +30,7 @@ from .checkpoint.save import check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
 from .fp8_source import open_model, open_source
 from .linear_names import find_linears
-from .plan import Plan, make_plan, settled_recipe
+from .linear_plan import Plan, make_plan, settled_recipe
 from .recipe import DTYPES, Recipe, WeightPass
 from .rotated_model import rotated_model
 from .rotated_source import RotatedSource

@@ -21,11 +21,11 @@ from .activations import fake_quantize_input, input_scale_of_peak
 from .block_loss import BlockLoss
 from .fold_search import find_folds
 from .folds import Fold, NoFold, apply_fold
+from .linear_plan import Plan, PlannedLinear, match_linears
 from .passes.awq import clip_weight, fake_quantize, grid_scales, hessian_loss
 from .passes.balance import Rounding, balanced_scales, of_each_scale, rounding_of
 from .passes.gptq import factor_hessian
 from .passes.smoothquant import best_alpha, smooth_scales
-from .plan import Plan, PlannedLinear, match_linears
 from .ranges import grouped
 from .recipe_passes import Transform
 from .spec import Channel, Group, QuantSpec, TensorWise

@@ -39,7 +39,7 @@ from .checkpoint.save import check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
 from .fp8_source import READABLE, FP8Source, open_model, open_source
 from .linear_names import LinearNames, find_linears
-from .plan import Plan, PlannedLinear, plan_linears, settled_recipe
+from .linear_plan import Plan, PlannedLinear, plan_linears, settled_recipe
 from .quantized import Quantized, elements
 from .ranges import scale_store
 from .recipe import Recipe

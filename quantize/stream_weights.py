@@ -20,9 +20,9 @@ from .checkpoint.compress import compress
 from .checkpoint.raw import RawTensor, Slot, read_raw, tensor_bytes
 from .fp8_source import FP8Source
 from .linear_names import fused_peers
+from .linear_plan import Plan, PlannedLinear
 from .passes.hqq import hqq_quantize
 from .passes.rtn import round_to_nearest, rtn_quantize
-from .plan import Plan, PlannedLinear
 from .quantized import Quantized
 from .ranges import CHUNK_ELEMENTS as SEARCHED_TOGETHER
 from .ranges import QParams, ScaleStore, choose_qparams, scale_store

@@ -24,13 +24,13 @@ from .checkpoint.journal import Journal
 from .checkpoint.kv_config import scale_tensors
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
+from .linear_plan import Plan, PlannedLinear
 from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
 from .passes.hqq import hqq_quantize
 from .passes.kv_cache import KVObserver
 from .passes.rtn import rtn_quantize
 from .passes.settings import RTNSettings
 from .passes.signround import check_learnable, nearest_start, signround_layer
-from .plan import Plan, PlannedLinear
 from .quantized import Quantized
 from .recipe import KVCachePass, Transform
 from .smoothing import make_transform

@@ -13,10 +13,10 @@ from lowbit.calib.statistics import Hessian
 from lowbit.calib.text import load_text, load_tokenizer, token_rows
 from lowbit.quantize.budget_plan import candidate_linears
 from lowbit.quantize.checkpoint.compress import compress
+from lowbit.quantize.linear_plan import make_plan
 from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import BudgetSettings, GPTQSettings
-from lowbit.quantize.plan import make_plan
 from lowbit.quantize.recipe import Recipe
 from lowbit.quantize.sensitivity import measure_sensitivity, rounding_costs, stored_bits
 from lowbit.quantize.spec import Channel, Group, LayerScheme, QuantSpec

@@ -23,10 +23,10 @@ from lowbit.quantize.checkpoint.raw import tensor_bytes
 from lowbit.quantize.checkpoint.stream_output import StreamOutput
 from lowbit.quantize.fp8_source import FP8Source, open_model, open_source
 from lowbit.quantize.linear_names import find_linears, fused_peers
+from lowbit.quantize.linear_plan import make_plan
 from lowbit.quantize.passes.hqq import hqq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import HQQSettings, RTNSettings
-from lowbit.quantize.plan import make_plan
 from lowbit.quantize.recipe import Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 from lowbit.quantize.spec import scheme_from_name
