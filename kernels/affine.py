@@ -5,7 +5,8 @@ signed whole numbers, which may have a zero-point in the same range (None: 0), o
 which have none. This is the domain of compressed-tensors; layouts that store unsigned codes add
 2^(b-1) when they pack. Scales and zero-points hold one entry per group of consecutive input
 columns: [out, groups]. A per-channel scale is [out, 1], a per-tensor one [1, 1], one per block of
-m x n is [ceil(out/m), ceil(in/n)].
+m x n is [ceil(out/m), ceil(in/n)]. Where columns do not lie in the order of their groups, g_idx
+[in] names each column's.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from .elements import E8M0_BIAS, Elements, int_elements
 
 
 def expand_groups(
-    qparam: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None
+    qparam: Tensor,
+    rows: int,
+    columns: int,
+    block: tuple[int, int] | None = None,
+    g_idx: Tensor | None = None,
 ) -> Tensor:
     """A qparam [out, groups] with each entry repeated over its columns, to [out, columns].
 
     An axis of size 1 broadcasts as it is. block: rows and columns that share an entry, where the
-    last block of either axis may be cut.
+    last block of either axis may be cut. g_idx: int [columns], the group of each column; None:
+    groups are runs of columns.
     """
+    if g_idx is not None:
+        assert block is None and len(g_idx) == columns, (block, g_idx.shape, columns)
+        return qparam.index_select(1, g_idx)
     if block is not None:
         over_rows = qparam.repeat_interleave(block[0], dim=0)[:rows]
         return over_rows.repeat_interleave(block[1], dim=1)[:, :columns]
@@ -59,11 +68,17 @@ def dequantize_affine(
     zero_point: Tensor | None,
     dtype: torch.dtype = torch.float32,
     block: tuple[int, int] | None = None,
+    g_idx: Tensor | None = None,
 ) -> Tensor:
-    """Codes [out, in] to values [out, in]: computed in float32, rounded once to `dtype`."""
+    """Codes [out, in] to values [out, in]: computed in float32, rounded once to `dtype`.
+
+    block, g_idx: which columns share a scale, see `expand_groups`.
+    """
     rows, columns = codes.shape[-2:]
-    zero = None if zero_point is None else expand_groups(zero_point.float(), rows, columns, block)
-    expanded = expand_groups(scale.float(), rows, columns, block)
+    zero = None
+    if zero_point is not None:
+        zero = expand_groups(zero_point.float(), rows, columns, block, g_idx)
+    expanded = expand_groups(scale.float(), rows, columns, block, g_idx)
     return values_of_codes(codes.float(), expanded, zero).to(dtype)
 
 

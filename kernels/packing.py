@@ -58,6 +58,27 @@ def unpack_bits(words: Tensor, num_bits: int, columns: int) -> Tensor:
     return codes.view(torch.int8).view(rows, -1)[:, :columns].contiguous()
 
 
+def padded_words(columns: int, num_bits: int) -> int:
+    """Number of int32 words that hold `columns` codes where no code crosses words."""
+    return -(-columns // (32 // num_bits))
+
+
+def unpack_padded(words: Tensor, num_bits: int, columns: int) -> Tensor:
+    """int32 words [rows, padded_words] to signed int8 codes [rows, n = columns].
+
+    What compressed-tensors wrote before its dense bitstream: a word holds 32 // b whole codes from
+    its low bits up, the bits above them are unused. Only 3, 5, 6 and 7 bits differ from the dense
+    one. Read, never written.
+    """
+    _check_bits(num_bits)
+    rows, stored = words.shape
+    assert stored == padded_words(columns, num_bits), (stored, columns, num_bits)
+    shifts = torch.arange(32 // num_bits, dtype=torch.int32, device=words.device) * num_bits
+    unsigned = (words.unsqueeze(-1) >> shifts) & ((1 << num_bits) - 1)
+    codes = unsigned.view(rows, -1)[:, :columns] - (1 << (num_bits - 1))
+    return codes.to(torch.int8)
+
+
 def pack_e2m1(codes: Tensor) -> Tensor:
     """E2M1 elements float8_e4m3fn [rows, n] to uint8 [rows, n/2], n even, the first of two lower.
 

@@ -23,7 +23,8 @@ class Quantized(NamedTuple):
     codes [out, in], int8 or (float formats) float8_e4m3fn; scale, of `spec.scale_shape`, as it is
     stored: in the model's dtype, as float8_e4m3fn to be divided by global_scale, or as uint8
     exponents (E8M0, 127 is one); zero_point int8 of the same shape, None when symmetric;
-    global_scale float32 [1], None where the scale needs none.
+    global_scale float32 [1], None where the scale needs none; g_idx int32 [in], the group of each
+    column, None where groups are runs of columns.
     """
 
     codes: Tensor
@@ -31,6 +32,7 @@ class Quantized(NamedTuple):
     zero_point: Tensor | None
     spec: QuantSpec
     global_scale: Tensor | None = None
+    g_idx: Tensor | None = None
 
     def float_scale(self) -> Tensor:
         """What an element is multiplied with, float32, in the scale's shape."""
@@ -39,4 +41,6 @@ class Quantized(NamedTuple):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values [out, in]: computed in float32, rounded once to `dtype`."""
         scale = self.float_scale()
-        return dequantize_affine(self.codes, scale, self.zero_point, dtype, self.spec.block)
+        return dequantize_affine(
+            self.codes, scale, self.zero_point, dtype, self.spec.block, self.g_idx
+        )

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ...kernels.affine import stored_scale_value
 from ...kernels.errors import UserError
-from ...kernels.packing import pack_bits, pack_e2m1, packed_words, unpack_bits, unpack_e2m1
+from ...kernels.packing import (
+    pack_bits,
+    pack_e2m1,
+    packed_words,
+    padded_words,
+    unpack_bits,
+    unpack_e2m1,
+    unpack_padded,
+)
 from ..quantized import Quantized
 from ..spec import Group, LayerScheme, QuantSpec, TensorWise
 from .ct_config import format_of
@@ -30,6 +38,7 @@ def compress(module: str, q: Quantized, scheme: LayerScheme) -> dict[str, Tensor
     beside one in E4M3 stands weight_global_scale float32 [1], which it is divided by.
     """
     assert scheme.weights == q.spec, (scheme, q.spec)
+    assert q.g_idx is None, "refused by the layout"
     whole = isinstance(q.spec.granularity, TensorWise)
     tensors = {"weight_scale": q.scale.reshape(1) if whole else q.scale.contiguous()}
     if q.global_scale is not None:
@@ -50,7 +59,8 @@ def decompress(module: str, names: Container[str], get: Get, spec: QuantSpec) ->
     """The quantized linear `module` from its stored tensors; the inverse of `compress`.
 
     names: tensor names that exist; get: a tensor by name. UserError when shapes or dtypes do not
-    fit or a scale is not finite.
+    fit or a scale is not finite. Also reads what compressed-tensors no longer writes: codes of 3,
+    5, 6 or 7 bits that do not cross words (told by the number of words), and weight_g_idx.
     """
     scale, global_scale = _scales(module, get, spec)
     packed = f"{module}.weight_packed" in names
@@ -63,7 +73,30 @@ def decompress(module: str, names: Container[str], get: Get, spec: QuantSpec) ->
         codes = _read(get, f"{module}.weight", torch.int8)
         if not spec.symmetric:
             zero_point = _read(get, f"{module}.weight_zero_point", torch.int8)
-    return _checked(module, Quantized(codes, scale, zero_point, spec, global_scale))
+    g_idx = None
+    if f"{module}.weight_g_idx" in names:
+        g_idx = read_g_idx(get, f"{module}.weight_g_idx", codes.shape[1], spec)
+    return _checked(module, Quantized(codes, scale, zero_point, spec, global_scale, g_idx))
+
+
+def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | None:
+    """The group of each column, int32 [in]; None where groups are runs of columns.
+
+    UserError when it names groups that do not exist.
+    """
+    g_idx, groups = _read(get, name, torch.int32), spec.groups(columns)
+    if tuple(g_idx.shape) != (columns,):
+        raise UserError(
+            f"{name} has shape {tuple(g_idx.shape)}, but the weight has {columns} columns: the "
+            "checkpoint is damaged"
+        )
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        raise UserError(
+            f"{name} names group {int(g_idx.max())} and {int(g_idx.min())}, but there are "
+            f"{groups}, from 0: the checkpoint is damaged"
+        )
+    in_order = torch.arange(columns, dtype=torch.int32, device=g_idx.device)
+    return None if torch.equal(g_idx, in_order // max(1, columns // groups)) else g_idx
 
 
 def compress_input_scale(module: str, spec: QuantSpec, scale: Tensor) -> dict[str, Tensor]:
@@ -119,22 +152,25 @@ def _unpacked_integers(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, 
         raise UserError(f"{module}.weight_shape is {shape}: the checkpoint is damaged")
     rows, columns = shape
     packed = _read(get, f"{module}.weight_packed", torch.int32)
-    expected = (rows, packed_words(columns, spec.num_bits))
-    if tuple(packed.shape) != expected:
+    expected, bits = (rows, packed_words(columns, spec.num_bits)), spec.num_bits
+    count, unpack = packed_words, unpack_bits
+    if tuple(packed.shape) == (rows, padded_words(columns, bits)) != expected:
+        count, unpack = padded_words, unpack_padded
+    elif tuple(packed.shape) != expected:
         raise UserError(
             f"{module}.weight_packed has shape {tuple(packed.shape)}, but {rows} x {columns} codes "
-            f"of {spec.num_bits} bits take {expected}: the checkpoint is damaged"
+            f"of {bits} bits take {expected}: the checkpoint is damaged"
         )
-    codes = unpack_bits(packed, spec.num_bits, columns)
+    codes = unpack(packed, bits, columns)
     if spec.symmetric:
         return codes, None
     zero_words = _read(get, f"{module}.weight_zero_point", torch.int32).T.contiguous()
-    if zero_words.shape[1] != packed_words(rows, spec.num_bits):
+    if zero_words.dim() != 2 or zero_words.shape[1] != count(rows, bits):
         raise UserError(
-            f"{module}.weight_zero_point holds {zero_words.shape[1]} words a group, but "
-            f"{rows} rows take {packed_words(rows, spec.num_bits)}: the checkpoint is damaged"
+            f"{module}.weight_zero_point holds {zero_words.shape[-1]} words a group, but "
+            f"{rows} rows take {count(rows, bits)}: the checkpoint is damaged"
         )
-    return codes, unpack_bits(zero_words, spec.num_bits, rows).T.contiguous()
+    return codes, unpack(zero_words, bits, rows).T.contiguous()
 
 
 def _floats(module: str, get: Get, spec: QuantSpec) -> Tensor:

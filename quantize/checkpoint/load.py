@@ -1,8 +1,7 @@
 """Read a checkpoint folder: which modules are quantized, how, and their tensors.
 
-One reader serves original models (nothing is quantized) and compressed-tensors checkpoints of every
-format in ct_config.READABLE_FORMATS, so that the runtime, the evals and the exporters need no case
-for any.
+One reader serves original models (nothing is quantized) and checkpoints of every layout in
+layouts/, so that the runtime, the evals and the exporters need no case for any.
 """
 
 from __future__ import annotations
@@ -18,36 +17,55 @@ from ...calib.shards import Shards, TensorSource
 from ...kernels.errors import UserError
 from ..quantized import Quantized
 from ..spec import LayerScheme
-from .compress import decompress, decompress_input_scale
-from .ct_config import scheme_for_module, schemes_from_config
+from .layouts import Layout, layout_of
 
 
 class Checkpoint:
     """A model folder opened for reading.
 
-    `config`: config.json as a dict. `schemes`: name -> LayerScheme of every quantized linear. A
-    fine-grained FP8 checkpoint is the model that it stands for, see quantize/fp8_source.py.
+    `config`: config.json as a dict. `layout`: how quantized linears are stored, None where none
+    are. `schemes`: name -> LayerScheme of every quantized linear. `warnings`: what is odd about the
+    checkpoint and was understood all the same. A fine-grained FP8 checkpoint is the model that it
+    stands for, see quantize/fp8_source.py.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config = read_config(self.folder)
         self.shards: TensorSource = self._tensors()
-        self.schemes: dict[str, LayerScheme] = self._find_schemes()
+        self.layout: Layout | None = None
+        self.schemes: dict[str, LayerScheme] = {}
+        self.warnings: list[str] = []
+        quantization = self.config.get("quantization_config")
+        if quantization is not None:
+            self._open_layout(quantization)
 
     def quantized(self, module: str, device: str | torch.device = "cpu") -> Quantized:
         """Codes, scale and zero-point of the quantized linear `module`, unpacked."""
+        assert self.layout is not None, module
         spec = self.schemes[module].weights
-        return decompress(module, self.shards, lambda n: self.shards.get(n, device), spec)
+        get = lambda n: self.shards.get(n, device)  # noqa: E731
+        return self.layout.decompress(module, self.shards, get, spec)
 
     def input_scale(self, module: str, device: str | torch.device = "cpu") -> Tensor | None:
         """The stored scale [1] of the inputs of `module`; None where none is stored."""
         spec = self.schemes[module].input_activations
         if spec is None:
             return None
-        return decompress_input_scale(
-            module, self.shards, lambda n: self.shards.get(n, device), spec
-        )
+        assert self.layout is not None, module
+        get = lambda n: self.shards.get(n, device)  # noqa: E731
+        return self.layout.decompress_input_scale(module, self.shards, get, spec)
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[out, in] of the weight of the quantized linear `module`; its codes are not read."""
+        assert self.layout is not None, module
+        return self.layout.shape(module, self.schemes[module].weights, self.shards)
+
+    def stored_names(self, module: str) -> list[str]:
+        """Names of the tensors that stand for the quantized linear `module`, its bias left out."""
+        assert self.layout is not None, module
+        leaves = sorted(self.layout.leaves)
+        return [n for n in (f"{module}.{leaf}" for leaf in leaves) if n in self.shards]
 
     def dense_weight(
         self, module: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
@@ -90,29 +108,14 @@ class Checkpoint:
         del self.config["quantization_config"]
         return source
 
-    def _find_schemes(self) -> dict[str, LayerScheme]:
-        quantization = self.config.get("quantization_config")
-        if quantization is None:
-            return {}
-        groups = schemes_from_config(quantization, self.folder)
-        modules = self._modules_with(".weight_scale")
-        unscaled = set(self._modules_with(".weight_packed")) - set(modules)
-        if unscaled:
-            raise UserError(
-                f"{self.folder}: '{min(unscaled)}' has a weight_packed but no weight_scale: the "
-                "checkpoint is damaged"
-            )
-        found = {m: scheme_for_module(m, groups) for m in modules}
-        unclaimed = [m for m, s in found.items() if s is None]
-        if unclaimed:
-            raise UserError(
-                f"{self.folder}: '{unclaimed[0]}' has a weight_scale but no config_group of "
-                "config.json targets it"
-            )
-        return {m: s for m, s in found.items() if s is not None}
-
-    def _modules_with(self, ending: str) -> list[str]:
-        return [n.removesuffix(ending) for n in self.shards.names() if n.endswith(ending)]
+    def _open_layout(self, quantization: dict[str, Any]) -> None:
+        try:
+            layout = layout_of(quantization)
+        except UserError as e:
+            raise UserError(f"{self.folder} is {e}") from e
+        self.schemes = layout.schemes(quantization, self.shards)
+        self.layout, warning = layout.relabelled(self.schemes, self.shards)
+        self.warnings = [] if warning is None else [f"{self.folder}: {warning}"]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
