@@ -1,12 +1,12 @@
 """A folder of safetensors shards read as one flat name -> tensor table.
 
-Headers are read and checked when the folder is opened, tensors one at a time when asked for, so the
-memory that a reader needs is that of the tensor in hand. Pickled weights are refused.
+Headers are read and checked (safetensors_file.py) when the folder is opened, tensors one at a time
+when asked for, so the memory that a reader needs is that of the tensor in hand. Pickled weights are
+refused.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,17 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.errors import UserError
+from .safe_files import INDEX as INDEX_LIMITS
+from .safe_files import checked_path, is_plain_name, read_json_object
+from .safetensors_file import DTYPES as DTYPES
+from .safetensors_file import HALF_BYTE as HALF_BYTE
+from .safetensors_file import read_header
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.float4_e2m1fn_x2,
-}  # fmt: skip
-HALF_BYTE = torch.float4_e2m1fn_x2  # a header counts its numbers, a tensor's shape pairs of them
 
 
 class TensorInfo(NamedTuple):
@@ -114,7 +110,7 @@ class Shards:
             raise UserError(f"{what}: {self.folder}")
         if (self.folder / INDEX).exists():
             files = sorted(set(self._index().values()))
-            absent = [f for f in files if not (self.folder / f).is_file()]
+            absent = [f for f in files if is_plain_name(f) and not (self.folder / f).is_file()]
             if absent:
                 raise UserError(
                     f"{INDEX} names {len(absent)} of {len(files)} files that are not in "
@@ -134,8 +130,8 @@ class Shards:
     def _index(self) -> dict[str, str]:
         path = self.folder / INDEX
         try:
-            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as e:
+            files = read_json_object(path, INDEX_LIMITS).get("weight_map")
+        except UserError as e:
             raise UserError(f"{path} is not a safetensors index: {e}") from e
         if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
             raise UserError(
@@ -163,15 +159,7 @@ class Shards:
         return self._handles[file]
 
     def _read_header(self, file: str) -> None:
-        handle = self._open(file)
-        for name in handle.keys():  # noqa: SIM118 (not a dict)
-            view = handle.get_slice(name)
-            dtype = DTYPES.get(view.get_dtype())
-            if dtype is None:
-                raise UserError(f"{file}: tensor '{name}' has unknown dtype {view.get_dtype()}")
+        for name, t in read_header(checked_path(self.folder, file)).tensors.items():
             if name in self.info:
                 raise UserError(f"tensor '{name}' is in both {self.info[name].file} and {file}")
-            shape = list(view.get_shape())
-            if dtype is HALF_BYTE:
-                shape[-1] //= 2
-            self.info[name] = TensorInfo(file, tuple(shape), dtype)
+            self.info[name] = TensorInfo(file, t.torch_shape, t.torch_dtype)

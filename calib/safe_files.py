@@ -1,0 +1,189 @@
+"""Files of folders that are not trusted: where they may lie, and how much of them is read.
+
+A model folder may come from anyone. A file is read only when its name is a plain one, it is a
+regular file, and it lies in the folder once links are followed; JSON only up to a size, a number of
+values and a depth, all three of which bound the memory that it takes. What breaks a rule is a
+DamagedFile, which says which rule and what was found. The readers of safetensors
+(calib/safetensors_file.py) and GGUF (quantize/gguf/reader.py) raise the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kernels.errors import UserError
+
+LONGEST_NAME = 255  # bytes, as of the usual file systems
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half a character, unless the other half follows
+
+
+class DamagedFile(UserError):
+    """A file that breaks its format, or may not be read.
+
+    fault: the broken rule in a word or two, such as "offsets". expected, found: in words. tensor:
+    the one at fault, where it is one.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        fault: str,
+        found: str,
+        expected: str,
+        tensor: str | None = None,
+        what: str = "is truncated or damaged",
+        remedy: str = "download it again",
+    ) -> None:
+        self.path, self.fault, self.tensor = Path(path), fault, tensor
+        self.found, self.expected = found, expected
+        about = f"tensor '{tensor}' has " if tensor is not None else ""
+        super().__init__(f"{path} {what} ({about}{found}; expected {expected}); {remedy}")
+
+
+class JsonLimits(NamedTuple):
+    """The largest JSON file that is read: in bytes, in values (an upper bound is counted), in
+    containers within each other."""
+
+    nbytes: int
+    values: int
+    depth: int = 64
+
+
+CONFIG = JsonLimits(32 << 20, 2_000_000)
+INDEX = JsonLimits(128 << 20, 4_000_000)
+TOKENIZER = JsonLimits(512 << 20, 16_000_000)
+
+
+def checked_path(folder: Path, name: str) -> Path:
+    """The regular file `name` of `folder`; DamagedFile for a name with a folder in it, for a link
+    that leaves the folder, and for what is no file.
+
+    The Hub's cache is let through: its snapshots are links into its own `blobs`.
+    """
+    path = folder / name
+    if not is_plain_name(name):
+        raise DamagedFile(
+            folder, "file name", f"the file name {name!r}", "the name of a file in that folder",
+            what="names a file that is not read", remedy="do not use this folder",
+        )  # fmt: skip
+    if not lies_in(path, folder):
+        raise DamagedFile(
+            path, "link", "a link that leaves the folder or ends nowhere", "a file in the folder",
+            what="is not read", remedy="put the file itself there",
+        )  # fmt: skip
+    if not path.is_file():
+        raise DamagedFile(
+            path, "no file", "a folder, a device or nothing", "a regular file",
+            what="is not read", remedy="put the file itself there",
+        )  # fmt: skip
+    return path
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can only be that of a file in the folder it is looked up in."""
+    return (
+        name not in ("", ".", "..")
+        and not any(c in name for c in "/\\\0")
+        and name.isprintable()
+        and len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
+    )
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether `path`, its links followed, exists within `folder` or where the Hub's cache keeps the
+    files of that snapshot."""
+    try:
+        target, root = path.resolve(strict=True), folder.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
+        return False
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    return target.is_relative_to(root) or target.is_relative_to(blobs)
+
+
+def read_json(path: Path, limits: JsonLimits = CONFIG) -> Any:
+    """The value of a JSON file in a model folder; DamagedFile when it is none, holds a key twice or
+    goes beyond `limits`. The file must exist."""
+    return parse_json(_bounded(path, limits), path, limits)
+
+
+def read_json_object(path: Path, limits: JsonLimits = CONFIG) -> dict[str, Any]:
+    """As `read_json`, for a file that must hold an object."""
+    value = read_json(path, limits)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
+
+
+def parse_json(data: bytes, path: Path, limits: JsonLimits) -> Any:
+    """The value of the UTF-8 text `data`, which was found in the file `path`; as `read_json`."""
+    _check_count(data, path, limits)
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_twins)
+        if SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        too_deep = _depth_exceeds(value, limits.depth)
+    except RecursionError:
+        too_deep = True
+    except ValueError as e:
+        expected = "JSON in UTF-8, each key once"
+        raise DamagedFile(path, "JSON", str(e), expected, what="is not valid JSON") from e
+    if too_deep:
+        raise _bomb(path, "deeper nesting", f"at most {limits.depth} containers in each other")
+    return value
+
+
+def check_json_size(path: Path, limits: JsonLimits = TOKENIZER) -> None:
+    """DamagedFile when the JSON file `path` should not be given to another program's reader: it is
+    too large, holds too many values or is no file of its folder."""
+    _bounded(path, limits)
+
+
+def _bounded(path: Path, limits: JsonLimits) -> bytes:
+    """What the file holds, which is within the limits of size and number."""
+    checked_path(path.parent, path.name)
+    size = path.stat().st_size
+    if size > limits.nbytes:
+        raise _bomb(path, f"{size:,} bytes", f"at most {limits.nbytes:,} bytes")
+    data = path.read_bytes()
+    _check_count(data, path, limits)
+    return data
+
+
+def _check_count(data: bytes, path: Path, limits: JsonLimits) -> None:
+    """Every value but the first stands behind one of three characters: counting those bounds the
+    number of values before any is made."""
+    values = sum(data.count(c) for c in (b",", b"[", b"{"))
+    if values > limits.values:
+        raise _bomb(path, f"up to {values:,} values", f"at most {limits.values:,}")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twin = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twin[:80]!r} stands in one object twice")
+    return found
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether more than `limit` containers stand within each other; no recursion."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _bomb(path: Path, found: str, expected: str) -> DamagedFile:
+    return DamagedFile(path, "JSON size", found, expected, what="is not read")
