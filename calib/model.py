@@ -9,10 +9,10 @@ running the base model once with recorders in place of its layers.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,11 @@ from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
 from .expert_shards import by_expert
 from .experts import check_experts_are_split, split_experts
+from .recorder import LayerCall, Recorder, stand_ins
 from .shards import Shards, TensorSource
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
-
-
-class LayerCall(NamedTuple):
-    """One batch's input to a decoder layer: hidden states [rows, seq, hidden] and keywords."""
-
-    hidden: Tensor
-    kwargs: dict[str, Any]
 
 
 def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
@@ -88,9 +82,9 @@ class LayeredModel:
         caller replaces them layer by layer.
         """
         recorded: dict[str, LayerCall] = {}
-        recorders = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
+        recorders = {n: Recorder(n, layer, recorded) for n, layer in self.layers.items()}
         calls = []
-        with self._outside_loaded(), _stand_ins(self.model, recorders):
+        with self._outside_loaded(), stand_ins(self.model, recorders):
             for batch in rows.split(batch_size):
                 self._run_base(batch.to(self.device))
                 calls.append(dict(recorded))
@@ -116,9 +110,9 @@ class LayeredModel:
         head: AbstractContextManager[None] | None = None,
     ) -> Iterator[Tensor]:
         recorded: dict[str, LayerCall] = {}
-        players = {n: _Recorder(n, layer, recorded) for n, layer in self.layers.items()}
+        players = {n: Recorder(n, layer, recorded) for n, layer in self.layers.items()}
         last = next(reversed(players.values()))
-        with self._outside_loaded(), _stand_ins(self.model, players), head or nullcontext():
+        with self._outside_loaded(), stand_ins(self.model, players), head or nullcontext():
             for batch, last.output in zip(rows.split(len(states[0])), states, strict=True):
                 yield run(batch.to(self.device))
 
@@ -303,43 +297,3 @@ def _untied_head(model: Any) -> str | None:
     if not isinstance(head, nn.Linear) or head.weight is embedding.weight:
         return None
     return next(name for name, module in model.named_modules() if module is head)
-
-
-class _Recorder(nn.Module):
-    """Stands in for a decoder layer: notes what it was called with and hands its input through,
-    or `output` where that is set."""
-
-    def __init__(self, name: str, layer: nn.Module, recorded: dict[str, LayerCall]) -> None:
-        super().__init__()
-        self._name, self._recorded = name, recorded
-        self._layer = [layer]  # in a list: not a submodule
-        self.output: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._layer[0], name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            raise UserError(
-                f"{type(self._layer[0]).__name__} takes positional arguments beside the hidden "
-                "states; lowbit cannot calibrate this model"
-            )
-        self._recorded[self._name] = LayerCall(hidden_states, kwargs)
-        return hidden_states if self.output is None else self.output
-
-
-@contextmanager
-def _stand_ins(model: Any, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """`modules` in the places that their names say while the context is open."""
-    container = model.get_submodule(next(iter(modules)).rpartition(".")[0])
-    originals = list(container)
-    try:
-        for i, module in enumerate(modules.values()):
-            container[i] = module
-        yield
-    finally:
-        for i, module in enumerate(originals):
-            container[i] = module
