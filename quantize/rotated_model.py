@@ -20,18 +20,12 @@ from torch import Tensor
 from ..calib.model import LayeredModel, forward_layer
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
+from .checkpoint.files import fsync_folder, write_text
 from .checkpoint.journal import partial_folder
 from .checkpoint.load import read_config
-from .checkpoint.raw import (
-    OpenShard,
-    fsync_folder,
-    slot,
-    split_shards,
-    tensor_bytes,
-    write_index,
-    write_text,
-)
-from .checkpoint.save import check_output, copy_side_files, put_in_place, to_store
+from .checkpoint.manifest import write_manifest
+from .checkpoint.raw import write_shards
+from .checkpoint.save import check_output, copy_side_files, made_tensor, put_in_place, to_store
 from .passes.settings import RotateSettings
 from .rotated_source import RotatedSource
 
@@ -118,31 +112,17 @@ def write_rotated(
     assembled = partial / "assembled"
     assembled.mkdir(parents=True)
     try:
-        _write_tensors(source, assembled)
-        copy_side_files(folder, assembled)
+        written = write_shards(assembled, (made_tensor(source, name) for name in source.names()))
+        known = {**written.files, **copy_side_files(folder, assembled)}
         config = {**read_config(folder), **source.config_changes}
-        write_text(assembled / "config.json", json.dumps(config, indent=2) + "\n")
+        text = json.dumps(config, indent=2) + "\n"
+        known["config.json"] = write_text(assembled / "config.json", text)
+        write_manifest(assembled, known)
         fsync_folder(assembled)
         put_in_place(assembled, out)
     finally:
         shutil.rmtree(partial)
     return source
-
-
-def _write_tensors(source: RotatedSource, folder: Path) -> None:
-    slots = [
-        slot(name, torch.empty(info.shape, dtype=info.dtype, device="meta"))
-        for name, info in source.info.items()
-    ]
-    shards = split_shards(slots)
-    for file, tensors in shards.items():
-        shard = OpenShard(folder / file, tensors)
-        for t in tensors:
-            shard.append(t.name, tensor_bytes(to_store(source, t.name)))
-            source.close()
-        shard.sync()
-        shard.close()
-    write_index(folder, shards)
 
 
 def _one_of_each_kind(model: LayeredModel) -> list[str]:

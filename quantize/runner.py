@@ -35,6 +35,7 @@ from .recipe import DTYPES, Recipe, WeightPass
 from .rotated_model import rotated_model
 from .rotated_source import RotatedSource
 from .run_result import RunResult
+from .sizes import MAX_SHARD_SIZE, parse_size
 from .stream import can_stream, stream_quantize
 from .worker import PassWorker
 
@@ -50,15 +51,20 @@ def quantize_model(
     overwrite: bool = False,
     restart: bool = False,
     say: Say = lambda line: None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> RunResult:
     """Quantize the model in `folder` into the checkpoint `out`.
 
     A run that was killed goes on after its last finished layer when it is called again with the
     same arguments, and gives the same bytes. `say` is handed what the user should know before the
-    long work begins. Raises UserError before any of it for what cannot be done.
+    long work begins. max_shard_size: of a weight file ("5GB", "500MB", a number of bytes), a tensor
+    that is larger has a file of its own. Raises UserError before any work for what cannot be done.
     """
+    max_shard_bytes = parse_size(max_shard_size, "the largest size of a shard")
     if can_stream(recipe) and not _stacks_experts(folder):
-        return stream_quantize(folder, out, recipe, device, overwrite, restart, say)
+        return stream_quantize(
+            folder, out, recipe, device, overwrite, restart, say, max_shard_bytes
+        )
     start = time.perf_counter()
     check_output(folder, out, overwrite)
     if recipe.kv_cache is not None:
@@ -123,6 +129,7 @@ def quantize_model(
         changed=rotated.changed if rotated else (),
         config_changes=rotated.config_changes if rotated else None,
         cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
+        max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     return RunResult(
         out, recipe, notes, text, _name(dtype), journal.resumed, dropped,

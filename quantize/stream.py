@@ -45,6 +45,7 @@ from .ranges import scale_store
 from .recipe import Recipe
 from .recipe_passes import DATA_FREE
 from .run_result import RunResult
+from .sizes import MAX_SHARD_SIZE, parse_size
 from .spec import LayerScheme
 from .stream_weights import Converter, Job
 
@@ -74,6 +75,7 @@ def stream_quantize(
     overwrite: bool = False,
     restart: bool = False,
     say: Say = lambda line: None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> RunResult:
     """Quantize the model in `folder` into the checkpoint `out`, see `runner.quantize_model`.
 
@@ -82,6 +84,7 @@ def stream_quantize(
     """
     assert can_stream(recipe), "a recipe that needs calibration"
     start = time.perf_counter()
+    max_shard_bytes = parse_size(max_shard_size, "the largest size of a shard")
     check_output(folder, out, overwrite)
     where = resolve_device(device)
     config = read_config(folder)
@@ -91,8 +94,8 @@ def stream_quantize(
     plan = plan_linears(recipe, names.inner, names.outer, names.head)
     recipe = settled_recipe(recipe, plan)
     jobs = _jobs(source, plan)
-    shards = split_shards(s for job in jobs for s in job.slots)
-    journal = Journal(out, _identity(source, config, recipe, where), restart)
+    shards = split_shards((s for job in jobs for s in job.slots), max_shard_bytes)
+    journal = Journal(out, _identity(source, config, recipe, where, max_shard_bytes), restart)
     output = StreamOutput(journal.folder, shards)
     notes = list(plan.notes)
     if isinstance(source, FP8Source):
@@ -102,7 +105,7 @@ def stream_quantize(
     for note in notes:
         say(note)
     _convert(jobs, Converter(source, plan, where), output)
-    write_index(output.folder, shards)
+    index = write_index(output.folder, shards)
     complete_checkpoint(
         folder, output.folder, out,
         schemes={name: p.scheme for name, p in plan.linears.items()},
@@ -112,6 +115,7 @@ def stream_quantize(
                 "linears": {n: {"method": p.taken_by.method} for n, p in plan.linears.items()}},
         version=version("lowbit"),
         cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
+        written=index,
     )  # fmt: skip
     journal.remove()
     return RunResult(
@@ -150,7 +154,11 @@ def _linears(folder: Path, config: dict[str, Any]) -> tuple[TensorSource, Linear
 
 
 def _identity(
-    source: TensorSource, config: dict[str, Any], recipe: Recipe, device: torch.device
+    source: TensorSource,
+    config: dict[str, Any],
+    recipe: Recipe,
+    device: torch.device,
+    max_shard_bytes: int,
 ) -> dict[str, Any]:
     """Everything that the output's bytes depend on."""
     return {
@@ -159,6 +167,7 @@ def _identity(
         "config": config,
         "recipe": recipe.to_dict(),
         "device": device.type,
+        "max_shard_bytes": max_shard_bytes,
         "versions": {name: version(name) for name in ("lowbit", "torch")},
     }
 

@@ -104,7 +104,7 @@ def test_a_sharded_model_is_read_alike(
 
 def test_output_is_sharded_by_size(packed: Path, tmp_path: Path) -> None:
     tensors = raw_tensors(packed / "model.safetensors")
-    total = write_shards(tmp_path, tensors, max_shard_bytes=100_000)
+    total = write_shards(tmp_path, tensors, max_shard_bytes=100_000).tensor_bytes
     assert total == sum(t.nbytes for t in tensors)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [f.name for f in files] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -184,8 +185,11 @@ def test_a_killed_run_ends_in_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(stream_output, "SYNC_BYTES", 1)
     monkeypatch.setattr(stream_weights, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr("lowbit.quantize.checkpoint.raw.MAX_SHARD_BYTES", 100_000)
-    stream_quantize(unheard_of, tmp_path / "whole", recipe("W4A16"))
+    run = functools.partial(
+        stream_quantize, unheard_of, recipe=recipe("W4A16"), max_shard_size="50KB"
+    )
+    run(tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 2
     what, calls = {
         "before a record": ("finish", 6),
         "in a tensor": ("append", 9),
@@ -205,12 +209,14 @@ def test_a_killed_run_ends_in_the_same_bytes(
 
         patch.setattr(StreamOutput, what, killed)
         with pytest.raises(Killed):
-            stream_quantize(unheard_of, tmp_path / "out", recipe("W4A16"))
+            run(tmp_path / "out")
     with (tmp_path / "out.partial" / "finished.txt").open("a") as record:
         record.write("model.layers.0.mi")  # cut by the kill
     with pytest.raises(UserError, match="unfinished run of other inputs"):
         stream_quantize(unheard_of, tmp_path / "out", recipe("W8A16"))
-    result = stream_quantize(unheard_of, tmp_path / "out", recipe("W4A16"))
+    with pytest.raises(UserError, match="max_shard_bytes: 50000 there, 60000 here"):
+        stream_quantize(unheard_of, tmp_path / "out", recipe("W4A16"), max_shard_size="60KB")
+    result = run(tmp_path / "out")
     assert 0 < result.resumed_layers <= 13
     assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()

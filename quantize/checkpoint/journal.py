@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
-from .raw import fsync_folder, write_tensors, write_text
+from .files import fsync_folder, write_text
+from .raw import write_tensors
 
 JOURNAL = "journal.json"
 LOCK = "lock"

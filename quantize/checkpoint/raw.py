@@ -10,19 +10,19 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...calib.shards import DTYPES, HALF_BYTE, INDEX
 from ...kernels.errors import UserError
+from ..sizes import MAX_SHARD_SIZE, parse_size
+from .files import COPY_BYTES, FileRecord, synced, synced_and_hashed, write_text
 
-COPY_BYTES = 1 << 22
-MAX_SHARD_BYTES = 5 * 10**9
+MAX_SHARD_BYTES = parse_size(MAX_SHARD_SIZE, "MAX_SHARD_SIZE")
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -65,6 +65,23 @@ class RawTensor(NamedTuple):
     shape: list[int]
 
 
+class MadeTensor(NamedTuple):
+    """A tensor that `make` hands out when its turn comes to be written."""
+
+    name: str
+    nbytes: int
+    dtype: str
+    shape: list[int]
+    make: Callable[[], Tensor]
+
+
+class Written(NamedTuple):
+    """What `write_shards` wrote. files: name -> record, the index among them."""
+
+    tensor_bytes: int
+    files: dict[str, FileRecord]
+
+
 def raw_tensors(file: Path) -> list[RawTensor]:
     """The tensors of a safetensors file that has been opened (and so checked) before."""
     with file.open("rb") as f:
@@ -105,32 +122,38 @@ def split_shards(
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
 
 
-def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> int:
-    """Write the index of several shards (one needs none); returns the bytes of tensor data."""
+def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> dict[str, FileRecord]:
+    """Write the index of several shards (one needs none); returns the record of its file."""
+    if len(shards) == 1:
+        return {}
     total = sum(t.nbytes for tensors in shards.values() for t in tensors)
-    if len(shards) > 1:
-        weight_map = {t.name: file for file, tensors in shards.items() for t in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
-    return total
+    weight_map = {t.name: file for file, tensors in shards.items() for t in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {INDEX: write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")}
 
 
 def write_shards(
-    folder: Path, tensors: Iterable[RawTensor], max_shard_bytes: int = MAX_SHARD_BYTES
-) -> int:
+    folder: Path,
+    tensors: Iterable[RawTensor | MadeTensor],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Written:
     """Write the tensors, in the order given, as model.safetensors or as shards with an index.
 
-    Returns the number of bytes of tensor data. Files are fsynced.
+    One that is made is in memory while it is written, of others a few megabytes are. Files are
+    fsynced.
     """
     shards = split_shards(tensors, max_shard_bytes)
+    files = {}
     for file, held in shards.items():
         ordered = in_file_order(held)
-        with _synced(folder / file) as out:
+        with synced_and_hashed(folder / file) as out:
             out.write(_header(ordered))
             for t in ordered:
-                for data in read_raw(t):
+                for data in _data(t):
                     out.write(data)
-    return write_index(folder, shards)
+        files[file] = out.record
+    total = sum(t.nbytes for held in shards.values() for t in held)
+    return Written(total, files | write_index(folder, shards))
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -139,22 +162,40 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     (The library's own writer reports a full disk as a damaged file.)
     """
     ordered = in_file_order([slot(name, t) for name, t in tensors.items()])
-    with _synced(path) as out:
+    with synced(path) as out:
         out.write(_header(ordered))
         for t in ordered:
             out.write(tensor_bytes(tensors[t.name]))
 
 
 def read_raw(t: RawTensor) -> Iterator[bytes]:
-    """The tensor's bytes, a few megabytes at a time."""
+    """The tensor's bytes, a few megabytes at a time; UserError when the file is not there or has
+    become shorter."""
     left = t.nbytes
-    with t.file.open("rb") as source:
+    try:
+        source = t.file.open("rb")
+    except FileNotFoundError as e:
+        raise UserError(f"{t.file} is gone; put it back and give the same command again") from e
+    with source:
         source.seek(t.offset)
         while left:
             data = source.read(min(left, COPY_BYTES))
-            assert data, "a shard shrank while it was copied"
+            if not data:
+                raise UserError(
+                    f"{t.file} became shorter while '{t.name}' was read from it; put the whole "
+                    "file back and give the same command again"
+                )
             yield data
             left -= len(data)
+
+
+def _data(t: RawTensor | MadeTensor) -> Iterator[bytes]:
+    if isinstance(t, RawTensor):
+        yield from read_raw(t)
+    else:
+        data = tensor_bytes(t.make())
+        assert len(data) == t.nbytes, (t.name, len(data), t.nbytes)
+        yield data
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
@@ -186,7 +227,7 @@ class OpenShard:
                     f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
                 )
         else:
-            with _synced(path.with_name(path.name + ".tmp")) as begun:
+            with synced(path.with_name(path.name + ".tmp")) as begun:
                 begun.write(header)
                 begun.truncate(offset)
             os.replace(path.with_name(path.name + ".tmp"), path)
@@ -213,34 +254,6 @@ class OpenShard:
 
     def close(self) -> None:
         self._file.close()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write and fsync a text file."""
-    with _synced(path) as f:
-        f.write(text.encode("utf-8"))
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the folder's entries durable (a rename is, once its folder is synced)."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
-    """`path` opened for writing and fsynced when it is whole; an OSError names it."""
-    try:
-        with path.open("wb") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        e.filename = e.filename or str(path)
-        raise
 
 
 def in_file_order(tensors: Iterable[AnyEntry]) -> list[AnyEntry]:

@@ -9,16 +9,26 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...calib.shards import DTYPES, INDEX, TensorSource
 from ...kernels.errors import UserError
 from ..spec import KVSpec, LayerScheme
 from .ct_config import config_from_schemes
+from .files import FileRecord, copy_file, fsync_folder, write_text
 from .journal import Journal
 from .kv_config import with_kv_cache
 from .load import read_config
-from .raw import RawTensor, fsync_folder, raw_tensors, write_shards, write_tensors, write_text
+from .manifest import MANIFEST, write_manifest
+from .raw import (
+    MAX_SHARD_BYTES,
+    MadeTensor,
+    RawTensor,
+    raw_tensors,
+    slot,
+    write_shards,
+)
 
 REPORT = "quantization_report.json"
 WEIGHT_SUFFIXES = (
@@ -71,24 +81,27 @@ def save_checkpoint(
     changed: Collection[str] = (),
     config_changes: Mapping[str, Any] | None = None,
     cache: KVSpec | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the compressed-tensors checkpoint `out` from the original tensors and the journal.
 
     layers: names of the decoder layers, all finished. schemes: quantized modules by the source's
     names. ignore: linears left alone. report: what is kept beside the weights, no times in it.
     changed: tensors that the source hands out otherwise than the folder has them. config_changes:
-    keys of config.json that differ. cache: how keys and values are to be stored. Everything is made
-    in a temporary folder that is renamed at the end.
+    keys of config.json that differ. cache: how keys and values are to be stored. max_shard_bytes:
+    of tensor data in a file, but for a tensor that is larger. One tensor is in memory at a time;
+    everything is made in a temporary folder that is renamed at the end.
     """
     folder = journal.folder / "assembled"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    made = journal.folder / "made.tensors"  # no finished layer
-    write_shards(folder, _all_tensors(source, journal, layers, set(schemes), set(changed), made))
+    tensors = _all_tensors(source, journal, layers, set(schemes), set(changed))
+    written = write_shards(folder, tensors, max_shard_bytes)
     complete_checkpoint(
-        source.folder, folder, out, schemes, ignore, report, version, config_changes, cache
-    )
+        source.folder, folder, out, schemes, ignore, report, version, config_changes, cache,
+        written.files,
+    )  # fmt: skip
     journal.remove()
 
 
@@ -102,17 +115,20 @@ def complete_checkpoint(
     version: str,
     config_changes: Mapping[str, Any] | None = None,
     cache: KVSpec | None = None,
+    written: Mapping[str, FileRecord] | None = None,
 ) -> None:
-    """Put config, report and side files beside the shards in `folder`; rename it to `out`."""
+    """Put config, report, side files and manifest beside the shards in `folder`; rename it to
+    `out`. written: records of files that were hashed while they were written."""
     config = {**read_config(source), **(config_changes or {})}
     config.pop("quantization_config", None)
     if schemes:
         config["quantization_config"] = config_from_schemes(schemes, ignore, version)
     if cache is not None:
         config = with_kv_cache(config, cache, version)
-    copy_side_files(source, folder)
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    write_text(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    known = {**(written or {}), **copy_side_files(source, folder)}
+    for name, value in (("config.json", config), (REPORT, report)):
+        known[name] = write_text(folder / name, json.dumps(value, indent=2) + "\n")
+    write_manifest(folder, known)
     fsync_folder(folder)
     put_in_place(folder, out)
 
@@ -128,22 +144,28 @@ def put_in_place(folder: Path, out: Path) -> None:
     fsync_folder(out.absolute().parent)
 
 
-def copy_side_files(source: Path, folder: Path) -> None:
-    """Everything that rode with the model: tokenizer, chat template, generation config, others."""
+def copy_side_files(source: Path, folder: Path) -> dict[str, FileRecord]:
+    """Everything that rode with the model: tokenizer, chat template, generation config, others.
+
+    Returns the records of the copies by their paths in `folder`.
+    """
+    copied: dict[str, FileRecord] = {}
     for path in sorted(source.iterdir()):
-        if path.name not in ("config.json", INDEX):
-            _copy_side_file(path, folder / path.name)
+        if path.name not in ("config.json", INDEX, MANIFEST):
+            _copy_side_file(path, path.name, folder, copied)
+    return copied
 
 
-def _copy_side_file(path: Path, target: Path) -> None:
+def _copy_side_file(path: Path, name: str, folder: Path, copied: dict[str, FileRecord]) -> None:
     if path.name.startswith(".") or _is_weights(path.name):
         return
     if path.is_dir():
-        target.mkdir()
+        (folder / name).mkdir()
         for inner in sorted(path.iterdir()):
-            _copy_side_file(inner, target / inner.name)
+            _copy_side_file(inner, f"{name}/{inner.name}", folder, copied)
+        fsync_folder(folder / name)
     else:
-        shutil.copyfile(path, target)
+        copied[name] = copy_file(path, folder / name)
 
 
 def _is_weights(name: str) -> bool:
@@ -156,11 +178,10 @@ def _all_tensors(
     layers: list[str],
     quantized: set[str],
     changed: set[str],
-    made: Path,
-) -> list[RawTensor]:
+) -> list[RawTensor | MadeTensor]:
     """The source's tensors in their order: each quantized weight replaced by what stores it, others
-    by what the journal has under their name. What the folder does not hold as it is handed out is
-    written to the file `made` first."""
+    by what the journal has under their name. What the folder does not hold as the source hands it
+    out is made when its turn comes."""
     stored: dict[str, RawTensor] = {}
     of_module: dict[str, list[RawTensor]] = {}
     for layer in layers:
@@ -169,7 +190,7 @@ def _all_tensors(
             of_module.setdefault(t.name.rpartition(".")[0], []).append(t)
     files = dict.fromkeys(info.file for info in source.info.values())
     original = {t.name: t for f in files for t in raw_tensors(source.folder / f)}
-    tensors: list[RawTensor | str] = []  # a name: to be made
+    tensors: list[RawTensor | MadeTensor] = []
     for name in source.names():
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in quantized:
@@ -183,13 +204,21 @@ def _all_tensors(
         elif name in original and name not in changed and _same(original[name], source, name):
             tensors.append(original[name])
         else:
-            tensors.append(name)
+            tensors.append(made_tensor(source, name))
     tensors += stored.values()  # of names that the source does not have
-    names = [t for t in tensors if isinstance(t, str)]
-    write_tensors(made, {n: to_store(source, n) for n in names})
-    source.close()
-    ready = {t.name: t for t in raw_tensors(made)}
-    return [ready[t] if isinstance(t, str) else t for t in tensors]
+    return tensors
+
+
+def made_tensor(source: TensorSource, name: str) -> MadeTensor:
+    """The tensor `name` as the source hands it out, read when it is written, not before."""
+
+    def make() -> Tensor:
+        tensor = to_store(source, name)
+        source.close()
+        return tensor
+
+    info = source.info[name]
+    return MadeTensor(*slot(name, torch.empty(info.shape, dtype=info.dtype, device="meta")), make)
 
 
 def _same(t: RawTensor, source: TensorSource, name: str) -> bool:

@@ -7,7 +7,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .raw import Entry, OpenShard, fsync_folder
+from .files import fsync_folder
+from .raw import Entry, OpenShard
 
 FINISHED = "finished.txt"
 SYNC_BYTES = 1 << 28  # what a killed run does again at most, beside the tensor in hand

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..recipe import Recipe
+from ..sizes import MAX_SHARD_SIZE
 from .common import print_json, say
 from .recipe_options import takes_recipe
 
@@ -30,6 +31,9 @@ def run(
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw an unfinished run away instead of going on.")
     ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest weight file: 5GB, 500MB, 2GiB, ...")
+    ] = MAX_SHARD_SIZE,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
 ) -> None:
     """Quantize a model into a packed checkpoint that transformers and vLLM load.
@@ -45,7 +49,9 @@ def run(
     from ..runner import quantize_model
 
     try:
-        result = quantize_model(model_folder(model), out, chosen, device, overwrite, restart, say)
+        result = quantize_model(
+            model_folder(model), out, chosen, device, overwrite, restart, say, max_shard_size
+        )
     except KeyboardInterrupt:
         say("the same command goes on after the last finished layer")
         raise

@@ -1,0 +1,93 @@
+"""Files that are on disk once they are said to be, and hashed while they are written.
+
+A file's bytes are fsynced before the function that writes it returns; a folder's entries are when
+`fsync_folder` does. Renaming a file or a folder afterwards publishes it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+COPY_BYTES = 1 << 22
+
+
+class FileRecord(NamedTuple):
+    """What a file's bytes come to."""
+
+    nbytes: int
+    sha256: str
+
+
+class HashedWriter:
+    """A file that is written from its start to its end. `record`: of what it holds up to now."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash, self._nbytes = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._nbytes += len(data)
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self._nbytes, self._hash.hexdigest())
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[BinaryIO]:
+    """`path` opened for writing and fsynced when it is whole; an OSError names it."""
+    try:
+        with path.open("wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
+@contextmanager
+def synced_and_hashed(path: Path) -> Iterator[HashedWriter]:
+    """The same for a file that is written in one go; its `record` is whole on leaving."""
+    with synced(path) as f:
+        yield HashedWriter(f)
+
+
+def write_text(path: Path, text: str) -> FileRecord:
+    """Write and fsync a text file."""
+    with synced_and_hashed(path) as f:
+        f.write(text.encode("utf-8"))
+    return f.record
+
+
+def copy_file(source: Path, target: Path) -> FileRecord:
+    """Copy the bytes of `source`, and fsync them."""
+    with source.open("rb") as data, synced_and_hashed(target) as f:
+        while piece := data.read(COPY_BYTES):
+            f.write(piece)
+    return f.record
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file through, a few megabytes at a time."""
+    digest, nbytes = hashlib.sha256(), 0
+    with path.open("rb") as data:
+        while piece := data.read(COPY_BYTES):
+            digest.update(piece)
+            nbytes += len(piece)
+    return FileRecord(nbytes, digest.hexdigest())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries durable (a rename is, once its folder is synced)."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
