@@ -21,8 +21,9 @@ from ..kernels.names import merges_on_loading, names_in_model
 from ..quantize.checkpoint.ct_config import quantizes_outputs
 from ..quantize.checkpoint.kv_config import scale_names
 from ..quantize.checkpoint.load import Checkpoint
+from ..quantize.linear_problem import linear_problem
 from ..quantize.spec import LayerScheme
-from .linear import LinearReport, PackedLinear, linear_problem
+from .linear import LinearReport, PackedLinear
 
 QUANTIZED_SUFFIXES = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
