@@ -10,6 +10,7 @@ DamagedFile, which says which rule and what was found. The readers of safetensor
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,12 @@ class JsonLimits(NamedTuple):
 CONFIG = JsonLimits(32 << 20, 2_000_000)
 INDEX = JsonLimits(128 << 20, 4_000_000)
 TOKENIZER = JsonLimits(512 << 20, 16_000_000)
+LARGEST_SIDE_FILE = 64 << 20  # bytes of a chat template, a tokenizer.model and the like
+READ_BY_TRANSFORMERS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
+    "processor_config.json", "preprocessor_config.json",
+)  # fmt: skip
 
 
 def checked_path(folder: Path, name: str) -> Path:
@@ -135,19 +142,42 @@ def parse_json(data: bytes, path: Path, limits: JsonLimits) -> Any:
     return value
 
 
+def check_json_files(folder: Path) -> None:
+    """DamagedFile when a JSON file of `folder` that transformers would read should not be given to
+    it, for its size or where it lies."""
+    for name in READ_BY_TRANSFORMERS:
+        if os.path.lexists(folder / name):
+            check_json_size(folder / name)
+
+
 def check_json_size(path: Path, limits: JsonLimits = TOKENIZER) -> None:
     """DamagedFile when the JSON file `path` should not be given to another program's reader: it is
     too large, holds too many values or is no file of its folder."""
     _bounded(path, limits)
 
 
-def _bounded(path: Path, limits: JsonLimits) -> bytes:
-    """What the file holds, which is within the limits of size and number."""
+def read_bytes(path: Path, limit: int = LARGEST_SIDE_FILE) -> bytes:
+    """What a file of a model folder holds; DamagedFile beyond `limit` bytes."""
     checked_path(path.parent, path.name)
     size = path.stat().st_size
-    if size > limits.nbytes:
-        raise _bomb(path, f"{size:,} bytes", f"at most {limits.nbytes:,} bytes")
-    data = path.read_bytes()
+    if size > limit:
+        raise DamagedFile(
+            path, "size", f"{size:,} bytes", f"at most {limit:,} bytes", what="is not read"
+        )
+    return path.read_bytes()
+
+
+def read_text(path: Path, limit: int = LARGEST_SIDE_FILE) -> str:
+    """The UTF-8 text of a file of a model folder; DamagedFile when it is none."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise DamagedFile(path, "text", str(e), "UTF-8", what="is not text") from e
+
+
+def _bounded(path: Path, limits: JsonLimits) -> bytes:
+    """What the file holds, which is within the limits of size and number."""
+    data = read_bytes(path, limits.nbytes)
     _check_count(data, path, limits)
     return data
 

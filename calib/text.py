@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels.errors import UserError
 from . import hub
+from .safe_files import check_json_files
 
 Split = Literal["calibration", "evaluation"]
 
@@ -84,6 +85,7 @@ def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model folder; UserError when there is none."""
     from transformers import AutoTokenizer
 
+    check_json_files(Path(model))
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as e:  # a damaged tokenizer.json makes the tokenizers library raise just that
@@ -202,7 +204,7 @@ def _file(path: Path, tokenizer: Any) -> Text:
 def _json_row(path: Path, number: int, line: str) -> Any:
     try:
         row = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path}, line {number} is not JSON: {e}") from e
     for key, kind in (("text", str), ("messages", list)):
         if isinstance(row, dict) and isinstance(row.get(key), kind):

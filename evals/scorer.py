@@ -197,7 +197,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype) -> Any:
     return _complete(
         folder,
         lambda: AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True
+            folder, config=config, dtype=dtype, output_loading_info=True, use_safetensors=True
         ),
     )
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..calib.shards import DTYPES, Shards, TensorSource
+from ..calib.safetensors_file import DTYPES
+from ..calib.shards import Shards, TensorSource
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from .cache_layers import check_cache

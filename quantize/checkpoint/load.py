@@ -6,13 +6,13 @@ layouts/, so that the runtime, the evals and the exporters need no case for any.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...calib.safe_files import read_json_object
 from ...calib.shards import Shards, TensorSource
 from ...kernels.errors import UserError
 from ..quantized import Quantized
@@ -126,12 +126,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} is not valid JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds a {type(config).__name__}, not an object")
+    config = read_json_object(path)
     quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
         raise UserError(f"{path}: quantization_config must be an object, got {quantization!r}")

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...calib.shards import DTYPES, HALF_BYTE, INDEX
+from ...calib.safetensors_file import DTYPES, HALF_BYTE, read_header
+from ...calib.shards import INDEX
 from ...kernels.errors import UserError
 from ..sizes import MAX_SHARD_SIZE, parse_size
 from .files import COPY_BYTES, FileRecord, synced, synced_and_hashed, write_text
@@ -83,18 +84,11 @@ class Written(NamedTuple):
 
 
 def raw_tensors(file: Path) -> list[RawTensor]:
-    """The tensors of a safetensors file that has been opened (and so checked) before."""
-    with file.open("rb") as f:
-        (length,) = struct.unpack("<Q", f.read(8))
-        header: dict[str, Any] = json.loads(f.read(length))
+    """The tensors of a safetensors file; DamagedFile where it breaks its format."""
     return [
-        RawTensor(
-            name, file, 8 + length + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0], entry["dtype"], entry["shape"],
-        )
-        for name, entry in header.items()
-        if name != "__metadata__"
-    ]  # fmt: skip
+        RawTensor(name, file, t.start, t.nbytes, t.dtype, list(t.shape))
+        for name, t in read_header(file).tensors.items()
+    ]
 
 
 def slot(name: str, tensor: Tensor) -> Slot:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from ...calib.safe_files import TOKENIZER, check_json_size, read_json_object, read_text
 from ...kernels.errors import UserError
 from . import vocab as v
 from .pretokenizers import identify
@@ -66,17 +67,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} when the file is absent."""
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise UserError(f"{path} is not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+    return read_json_object(path, TOKENIZER)
 
 
 def _read_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """tokenizer.json as the object and as its parts."""
+    check_json_size(path)
     try:
         return Tokenizer.from_file(str(path)), _read_json(path)
     except Exception as e:  # tokenizers raises nothing more precise
@@ -246,8 +242,8 @@ def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     elif isinstance(inline, list):
         templates |= {entry["name"]: entry["template"] for entry in inline}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path)
     path = folder / "chat_template.jinja"
     if path.is_file():
-        templates["default"] = path.read_text(encoding="utf-8")
+        templates["default"] = read_text(path)
     return templates

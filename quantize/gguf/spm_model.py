@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...calib.safe_files import read_bytes
 from ...kernels.errors import UserError
 
 BPE = 2
@@ -32,7 +33,7 @@ def read_spm_model(path: Path) -> SpmModel:
     pieces, scores, types = [], [], []
     model_type, add_dummy_prefix = 1, True
     try:
-        for field, value in _fields(path.read_bytes()):
+        for field, value in _fields(read_bytes(path)):
             if field == 1:
                 piece: dict[int, Any] = dict(_fields(value))
                 pieces.append(piece[1].decode("utf-8"))
