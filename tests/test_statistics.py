@@ -1,10 +1,9 @@
-"""Sums over calibration tokens are float32 sums, whatever the inputs' dtype and torch's settings."""
+"""Sums over calibration tokens are float32 sums, whatever the dtype and torch's settings are."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-
 from lowbit.calib.statistics import WIDE, Hessian
 
 
@@ -30,7 +29,7 @@ def test_hessian_is_summed_in_float32(dtype: torch.dtype, columns: int) -> None:
 
 def test_hessian_leaves_torchs_settings() -> None:
     settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    before = torch.get_float32_matmul_precision(), [s.fp32_precision for s in settings]
+    before = [s.fp32_precision for s in settings]
     try:
         torch.set_float32_matmul_precision("medium")
         chosen = [s.fp32_precision for s in settings]
@@ -42,5 +41,5 @@ def test_hessian_leaves_torchs_settings() -> None:
         highest.add(x)
         assert torch.equal(medium.mean(), highest.mean())
     finally:
-        torch.set_float32_matmul_precision(before[0])
-    assert [s.fp32_precision for s in settings] == before[1]
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = precision
