@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -20,10 +19,9 @@ from ...kernels.packing import (
     unpack_padded,
 )
 from ..quantized import Quantized
-from ..spec import Group, LayerScheme, QuantSpec, TensorWise
+from ..spec import LayerScheme, QuantSpec, TensorWise
+from .checks import Get, checked, read_g_idx, read_matrix, read_tensor
 from .ct_config import format_of
-
-Get = Callable[[str], Tensor]
 
 
 def compress(module: str, q: Quantized, scheme: LayerScheme) -> dict[str, Tensor]:
@@ -70,33 +68,22 @@ def decompress(module: str, names: Container[str], get: Get, spec: QuantSpec) ->
     elif packed:
         codes, zero_point = _unpacked_integers(module, get, spec)
     else:
-        codes = _read(get, f"{module}.weight", torch.int8)
+        codes = read_matrix(get, f"{module}.weight", torch.int8)
         if not spec.symmetric:
-            zero_point = _read(get, f"{module}.weight_zero_point", torch.int8)
+            zero_point = read_matrix(get, f"{module}.weight_zero_point", torch.int8)
     g_idx = None
     if f"{module}.weight_g_idx" in names:
         g_idx = read_g_idx(get, f"{module}.weight_g_idx", codes.shape[1], spec)
-    return _checked(module, Quantized(codes, scale, zero_point, spec, global_scale, g_idx))
+    q = Quantized(codes, scale, zero_point, spec, global_scale, g_idx)
+    return checked(module, q, "weight_scale", "weight_zero_point")
 
 
-def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | None:
-    """The group of each column, int32 [in]; None where groups are runs of columns.
-
-    UserError when it names groups that do not exist.
-    """
-    g_idx, groups = _read(get, name, torch.int32), spec.groups(columns)
-    if tuple(g_idx.shape) != (columns,):
-        raise UserError(
-            f"{name} has shape {tuple(g_idx.shape)}, but the weight has {columns} columns: the "
-            "checkpoint is damaged"
-        )
-    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
-        raise UserError(
-            f"{name} names group {int(g_idx.max())} and {int(g_idx.min())}, but there are "
-            f"{groups}, from 0: the checkpoint is damaged"
-        )
-    in_order = torch.arange(columns, dtype=torch.int32, device=g_idx.device)
-    return None if torch.equal(g_idx, in_order // max(1, columns // groups)) else g_idx
+def read_shape(module: str, get: Get) -> tuple[int, int]:
+    """[out, in] of the weight of `module` as weight_shape has it."""
+    shape = read_tensor(get, f"{module}.weight_shape", torch.int64).tolist()
+    if not isinstance(shape, list) or len(shape) != 2 or min(shape) < 1:
+        raise UserError(f"{module}.weight_shape is {shape}: the checkpoint is damaged")
+    return shape[0], shape[1]
 
 
 def compress_input_scale(module: str, spec: QuantSpec, scale: Tensor) -> dict[str, Tensor]:
@@ -147,11 +134,8 @@ def _packed_integers(q: Quantized) -> dict[str, Tensor]:
 
 def _unpacked_integers(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
     """Codes and zero-points of the format pack-quantized."""
-    shape = _read(get, f"{module}.weight_shape", torch.int64).tolist()
-    if len(shape) != 2 or min(shape) < 1:
-        raise UserError(f"{module}.weight_shape is {shape}: the checkpoint is damaged")
-    rows, columns = shape
-    packed = _read(get, f"{module}.weight_packed", torch.int32)
+    rows, columns = read_shape(module, get)
+    packed = read_tensor(get, f"{module}.weight_packed", torch.int32)
     expected, bits = (rows, packed_words(columns, spec.num_bits)), spec.num_bits
     count, unpack = packed_words, unpack_bits
     if tuple(packed.shape) == (rows, padded_words(columns, bits)) != expected:
@@ -164,8 +148,8 @@ def _unpacked_integers(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, 
     codes = unpack(packed, bits, columns)
     if spec.symmetric:
         return codes, None
-    zero_words = _read(get, f"{module}.weight_zero_point", torch.int32).T.contiguous()
-    if zero_words.dim() != 2 or zero_words.shape[1] != count(rows, bits):
+    zero_words = read_matrix(get, f"{module}.weight_zero_point", torch.int32).T.contiguous()
+    if zero_words.shape[1] != count(rows, bits):
         raise UserError(
             f"{module}.weight_zero_point holds {zero_words.shape[-1]} words a group, but "
             f"{rows} rows take {count(rows, bits)}: the checkpoint is damaged"
@@ -175,13 +159,8 @@ def _unpacked_integers(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, 
 
 def _floats(module: str, get: Get, spec: QuantSpec) -> Tensor:
     if spec.num_bits == 8:
-        return _read(get, f"{module}.weight", torch.float8_e4m3fn)
-    packed = _read(get, f"{module}.weight_packed", torch.uint8)
-    if packed.dim() != 2:
-        raise UserError(
-            f"{module}.weight_packed has {packed.dim()} axes: the checkpoint is damaged"
-        )
-    return unpack_e2m1(packed)
+        return read_matrix(get, f"{module}.weight", torch.float8_e4m3fn)
+    return unpack_e2m1(read_matrix(get, f"{module}.weight_packed", torch.uint8))
 
 
 def _scales(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, Tensor | None]:
@@ -194,7 +173,7 @@ def _scales(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, Tensor | No
     elif not scale.is_floating_point():
         raise UserError(f"{name} is {scale.dtype}, which holds no scale: the checkpoint is damaged")
     if spec.scale_dtype == "e4m3":
-        global_scale = _read(get, f"{module}.weight_global_scale", torch.float32).reshape(-1)
+        global_scale = read_tensor(get, f"{module}.weight_global_scale", torch.float32).reshape(-1)
         if global_scale.numel() != 1 or not global_scale.item() > 0:
             raise UserError(
                 f"{module}.weight_global_scale must hold one positive number: the checkpoint is "
@@ -203,28 +182,3 @@ def _scales(module: str, get: Get, spec: QuantSpec) -> tuple[Tensor, Tensor | No
     if not bool(torch.isfinite(stored_scale_value(scale, global_scale)).all()):
         raise UserError(f"{name} must hold finite numbers: the checkpoint is damaged")
     return scale, global_scale
-
-
-def _read(get: Get, name: str, dtype: torch.dtype) -> Tensor:
-    tensor = get(name)
-    if tensor.dtype != dtype:
-        raise UserError(f"{name} is {tensor.dtype}, not {dtype}: the checkpoint is damaged")
-    return tensor
-
-
-def _checked(module: str, q: Quantized) -> Quantized:
-    """`q` with its scale in the spec's shape; UserError when that or a zero-point cannot be."""
-    rows, columns = q.codes.shape
-    match q.spec.granularity:
-        case Group(size) if columns % size:
-            raise UserError(f"{module}: groups of {size} do not divide {columns} columns")
-        case TensorWise() if q.scale.numel() == 1:
-            q = q._replace(scale=q.scale.reshape(1, 1))
-    expected = q.spec.scale_shape(rows, columns)
-    for name, qparam in (("weight_scale", q.scale), ("weight_zero_point", q.zero_point)):
-        if qparam is not None and tuple(qparam.shape) != expected:
-            raise UserError(
-                f"{module}.{name} has shape {tuple(qparam.shape)}, but {rows} x {columns} codes in "
-                f"{math.prod(expected)} groups take {expected}: the checkpoint is damaged"
-            )
-    return q

@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....kernels.errors import UserError, did_you_mean
+from .awq import AWQ
 from .base import Layout, Stored
 from .compressed_tensors import CompressedTensors
+from .gptq import GPTQ
+from .hf_fp8 import HFFP8
 
-__all__ = ["LAYOUTS", "Layout", "Stored", "layout_named", "layout_of"]
+__all__ = ["LAYOUTS", "NATIVE", "Layout", "Stored", "layout_named", "layout_of"]
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CompressedTensors(),)}
+NATIVE: Layout = CompressedTensors()
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (NATIVE, GPTQ(1), GPTQ(2), AWQ(), HFFP8())
+}
 
 
 def layout_named(name: str) -> Layout:
@@ -28,6 +34,7 @@ def layout_of(quantization: Mapping[str, Any]) -> Layout:
     for layout in LAYOUTS.values():
         if layout.claims(quantization):
             return layout
-    raise UserError(
-        f"quantized with '{quantization.get('quant_method')}'; lowbit reads {', '.join(LAYOUTS)}"
-    )
+    told = [quantization.get("quant_method"), quantization.get("checkpoint_format"),
+            quantization.get("packing_format")]  # fmt: skip
+    named = " ".join(f"'{word}'" for word in told if word)
+    raise UserError(f"quantized with {named}; lowbit reads {', '.join(LAYOUTS)}")

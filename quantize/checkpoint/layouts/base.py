@@ -8,7 +8,7 @@ folder is stored as it was.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,7 @@ from ....kernels.errors import UserError
 from ...quantized import Quantized, elements
 from ...ranges import scale_store
 from ...spec import LayerScheme, QuantSpec
-
-Get = Callable[[str], Tensor]
+from ..checks import Get
 
 
 class Stored(NamedTuple):
@@ -191,12 +190,13 @@ def modules_with(leaf: str, source: TensorSource) -> list[str]:
     return [n.removesuffix(ending) for n in source.names() if n.endswith(ending)]
 
 
-def read_tensor(get: Get, name: str, dtype: torch.dtype) -> Tensor:
-    """The tensor `name`, which has to be of `dtype`."""
-    tensor = get(name)
-    if tensor.dtype != dtype:
-        raise UserError(f"{name} is {tensor.dtype}, not {dtype}: the checkpoint is damaged")
-    return tensor
+def matrix_shape(name: str, source: TensorSource) -> tuple[int, int]:
+    """The shape of the tensor `name`; UserError when it is missing or has not two axes."""
+    info = source.info.get(name)
+    if info is None or len(info.shape) != 2:
+        found = "is missing" if info is None else f"has shape {info.shape}, not two axes"
+        raise UserError(f"{name} {found}: the checkpoint is damaged")
+    return info.shape[0], info.shape[1]
 
 
 def _leaf(name: str) -> str:

@@ -12,19 +12,21 @@ from ....calib.shards import TensorSource
 from ....kernels.errors import UserError
 from ...quantized import Quantized
 from ...spec import Group, LayerScheme, QuantSpec
+from ..checks import Get
 from ..compress import (
     compress,
     compress_input_scale,
     decompress,
     decompress_input_scale,
     input_scale_name,
+    read_shape,
 )
 from ..ct_config import (
     config_from_schemes,
     scheme_for_module,
     schemes_from_config,
 )
-from .base import Get, Layout, modules_with
+from .base import Layout, matrix_shape, modules_with
 
 
 class CompressedTensors(Layout):
@@ -83,17 +85,16 @@ class CompressedTensors(Layout):
         return decompress(module, names, get, spec)
 
     def shape(self, module: str, spec: QuantSpec, source: TensorSource) -> tuple[int, int]:
-        name = f"{module}.weight"
-        if name in source:
-            rows, columns = source.info[name].shape
-        elif f"{module}.weight_shape" in source:
-            rows, columns = source.get(f"{module}.weight_shape").tolist()
-        elif f"{module}.weight_packed" in source and spec.type == "float":
-            rows, halved = source.info[f"{module}.weight_packed"].shape
-            columns = 2 * halved  # two of 4 bits to a byte
-        else:
-            raise UserError(f"'{module}' has neither weight nor weight_shape: damaged checkpoint")
-        return int(rows), int(columns)
+        if f"{module}.weight" in source:
+            return matrix_shape(f"{module}.weight", source)
+        if spec.type == "float":
+            rows, halved = matrix_shape(f"{module}.weight_packed", source)
+            return rows, 2 * halved  # two of 4 bits to a byte
+        if f"{module}.weight_shape" not in source:
+            raise UserError(
+                f"'{module}' has neither a weight nor a weight_shape: damaged checkpoint"
+            )
+        return read_shape(module, source.get)
 
     def config(
         self,
