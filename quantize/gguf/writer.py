@@ -1,7 +1,7 @@
 """Write the GGUF container: metadata from a plain dict, then tensors one at a time.
 
-Written to a temporary name beside the target, synced to disk, then renamed: a file under its final
-name is whole.
+Written in a folder beside the target, synced to disk, then renamed: a file under its final name is
+whole.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 
 from ...kernels.errors import UserError
+from ..checkpoint.workspace import workspace
 from .codecs import Codec
 
 
@@ -72,25 +73,25 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 @contextmanager
 def replacing(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary path beside `path`, synced and renamed to it on success, removed otherwise.
+    """A temporary path on the disk of `path`, synced and renamed to it on success, removed
+    otherwise.
 
-    UserError when `path` exists and `overwrite` is not given.
+    UserError when `path` exists and `overwrite` is not given, or another process is writing it.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the name of a file, such as model.gguf")
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists; give another name or --overwrite")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
+        with workspace(path) as folder:
+            temporary = folder / path.name
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
     except OSError as e:
         raise UserError(f"cannot write {path}: {e.strerror or e}") from e
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
