@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -21,11 +20,11 @@ from ..calib.model import LayeredModel, forward_layer
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
 from .checkpoint.files import fsync_folder, write_text
-from .checkpoint.journal import partial_folder
 from .checkpoint.load import read_config
 from .checkpoint.manifest import write_manifest
 from .checkpoint.raw import write_shards
 from .checkpoint.save import check_output, copy_side_files, made_tensor, put_in_place, to_store
+from .checkpoint.workspace import workspace
 from .passes.settings import RotateSettings
 from .rotated_source import RotatedSource
 
@@ -106,12 +105,9 @@ def write_rotated(
     """
     check_output(folder, out, overwrite)
     _, source = rotated_model(folder, settings or RotateSettings())
-    partial = partial_folder(out)
-    if partial.exists():
-        raise UserError(f"{partial} is in the way of the output's temporary folder; move it away")
-    assembled = partial / "assembled"
-    assembled.mkdir(parents=True)
-    try:
+    with workspace(out) as partial:
+        assembled = partial / "assembled"
+        assembled.mkdir()
         written = write_shards(assembled, (made_tensor(source, name) for name in source.names()))
         known = {**written.files, **copy_side_files(folder, assembled)}
         config = {**read_config(folder), **source.config_changes}
@@ -120,8 +116,6 @@ def write_rotated(
         write_manifest(assembled, known)
         fsync_folder(assembled)
         put_in_place(assembled, out)
-    finally:
-        shutil.rmtree(partial)
     return source
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -349,12 +348,20 @@ def test_interrupted_export_leaves_the_old_file(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full to act a full disk")
-def test_full_disk_is_a_clear_error(model: Path, tmp_path: Path) -> None:
+def test_full_disk_is_a_clear_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "m.gguf"
-    os.symlink("/dev/full", tmp_path / f".m.gguf.{os.getpid()}.tmp")
+    start = export_module.start_file
+
+    def on_a_full_disk(path: Path, *args: Any) -> Any:
+        path.symlink_to("/dev/full")
+        return start(path, *args)
+
+    monkeypatch.setattr(export_module, "start_file", on_a_full_disk)
     with pytest.raises(UserError, match="cannot write .*m.gguf: No space left"):
         export_gguf(model, out, "F16", progress=False)
-    assert not out.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_tensor_in_memory_at_a_time(
@@ -362,7 +369,7 @@ def test_one_tensor_in_memory_at_a_time(
 ) -> None:
     """While a tensor is encoded, the blocks of those before it are in the file already."""
     sizes: list[int] = []
-    temporary = tmp_path / f".m.gguf.{os.getpid()}.tmp"
+    temporary = tmp_path / "m.gguf.partial" / "m.gguf"
 
     def watched(*args: Any) -> Any:
         sizes.append(temporary.stat().st_size)

@@ -86,9 +86,10 @@ def test_what_has_changed_is_found(name: str, kind: str, whole: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "damaged"),
-        ("[" * 100_000, "damaged"),
-        ("[]", "no table of files"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "nesting"),
+        ("[]", "holds a list"),
+        ("{}", "no table of files"),
         ('{"version": 2, "files": {}}', "version 2"),
         ('{"version": 1, "files": {"a": {"bytes": 1}}}', "'a' has no size and hash"),
         ('{"version": 1, "files": {"../a": {"bytes": 1, "sha256": ""}}}', "'../a'"),
@@ -98,6 +99,6 @@ def test_what_has_changed_is_found(name: str, kind: str, whole: Path, tmp_path: 
 )
 def test_a_damaged_manifest_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text)
-    with pytest.raises(UserError, match=r"quantization_manifest\.json is .*") as refused:
+    with pytest.raises(UserError, match="quantization_manifest.json") as refused:
         read_manifest(tmp_path)
     assert said in str(refused.value)

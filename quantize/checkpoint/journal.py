@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from .files import fsync_folder, write_text
 from .raw import write_tensors
+from .workspace import JOURNAL, LOCK, empty, in_the_way, lock_folder, partial_folder, remove
 
-JOURNAL = "journal.json"
-LOCK = "lock"
-EMPTY = (JOURNAL, f"{JOURNAL}.tmp", LOCK)  # files of a run that has made nothing yet
+REPLACED = "replaced"  # an older output, until the new one has its name
+EMPTY = (JOURNAL, f"{JOURNAL}.tmp", LOCK, REPLACED)  # what a run may have that has made nothing yet
 SHOWN = 4  # differences that a refusal names
 
 
@@ -40,21 +39,12 @@ class Journal:
         """
         self.folder = partial_folder(out)
         if self.folder.exists() and not _is_ours(self.folder):
-            raise UserError(
-                f"{self.folder}, where the unfinished run is to be kept, holds something else; "
-                "move it away or choose another output"
-            )
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as e:
-            raise UserError(
-                f"{self.folder} cannot be made ({e.strerror}); choose another output"
-            ) from e
-        self._lock = _locked(self.folder / LOCK)
+            raise in_the_way(self.folder)
+        self._lock = lock_folder(self.folder)
         if restart:
-            _empty(self.folder)
+            empty(self.folder, kept=EMPTY)
         path = self.folder / JOURNAL
-        there = unfinished_identity(out)
+        there = None if restart else unfinished_identity(out)
         begun = any(p.name not in EMPTY for p in self.folder.iterdir())
         if there is not None and begun:
             self._compare(there, identity)
@@ -94,8 +84,8 @@ class Journal:
         return _read_json(path) if path.exists() else None
 
     def remove(self) -> None:
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
+        """Remove all of it."""
+        remove(self.folder, self._lock)
 
     def _report_file(self, layer: str) -> Path:
         return self.folder / f"{layer}.report.json"
@@ -110,11 +100,6 @@ class Journal:
                 f"({'; '.join(named[:SHOWN])}{more}); repeat that run's command to finish it, or "
                 "--restart to throw it away"
             )
-
-
-def partial_folder(out: Path) -> Path:
-    """Where an unfinished run of `out` is kept."""
-    return out.with_name(out.name + ".partial")
 
 
 def unfinished_identity(out: Path) -> dict[str, Any] | None:
@@ -136,32 +121,6 @@ def _is_ours(folder: Path) -> bool:
         return False
     left = {p.name for p in folder.iterdir()}
     return (folder / JOURNAL).is_file() or left <= {LOCK, f"{JOURNAL}.tmp"}
-
-
-def _locked(path: Path) -> Any:
-    """The open file `path`, locked for as long as this process lives; UserError when another
-    process holds it. (Where there are no such locks, as on Windows, nothing is held.)"""
-    file = path.open("ab")
-    try:
-        import fcntl
-
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as e:
-        raise UserError(
-            f"another run is at work in {path.parent}; wait for it or choose another output"
-        ) from e
-    except (ImportError, OSError):
-        pass
-    return file
-
-
-def _empty(folder: Path) -> None:
-    """Remove what is in the folder, but the lock."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

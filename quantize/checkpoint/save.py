@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...calib.shards import DTYPES, INDEX, TensorSource
+from ...calib.safetensors_file import DTYPES
+from ...calib.shards import INDEX, TensorSource
 from ...kernels.errors import UserError
 from ..spec import KVSpec, LayerScheme
 from .ct_config import config_from_schemes
 from .files import FileRecord, copy_file, fsync_folder, write_text
-from .journal import Journal
+from .journal import REPLACED, Journal
 from .kv_config import with_kv_cache
 from .load import read_config
 from .manifest import MANIFEST, write_manifest
@@ -135,7 +136,7 @@ def complete_checkpoint(
 
 def put_in_place(folder: Path, out: Path) -> None:
     """Rename `folder` to `out`; an older `out` is left beside where `folder` was."""
-    old = folder.with_name("replaced")
+    old = folder.with_name(REPLACED)
     if out.exists():
         if old.exists():
             shutil.rmtree(old)
