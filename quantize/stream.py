@@ -106,6 +106,7 @@ def stream_quantize(
     for note in notes:
         say(note)
     _convert(jobs, Converter(source, plan, where), output)
+    journal.check_source(source)
     index = write_index(output.folder, shards)
     complete_checkpoint(
         folder, output.folder, out,

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from ...kernels.errors import UserError
+
 COPY_BYTES = 1 << 22
 
 
@@ -41,12 +43,21 @@ class HashedWriter:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """`path` opened for writing and fsynced when it is whole; an OSError names it."""
+    """`path` opened for writing and fsynced when it is whole; an OSError names it.
+
+    UserError when its folder is not there any more.
+    """
     try:
         with path.open("wb") as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
+    except FileNotFoundError as e:
+        if path.parent.exists():
+            raise
+        raise UserError(
+            f"{path.parent} was removed while it was written to; give the command again"
+        ) from e
     except OSError as e:
         e.filename = e.filename or str(path)
         raise

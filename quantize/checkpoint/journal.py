@@ -20,7 +20,7 @@ from torch import Tensor
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from .files import fsync_folder, write_text
-from .raw import write_tensors
+from .raw import RawTensor, raw_tensors, write_tensors
 from .workspace import JOURNAL, LOCK, empty, in_the_way, lock_folder, partial_folder, remove
 
 REPLACED = "replaced"  # an older output, until the new one has its name
@@ -34,9 +34,11 @@ class Journal:
     def __init__(self, out: Path, identity: dict[str, Any], restart: bool = False) -> None:
         """Open or start the journal of the output folder `out`.
 
-        identity: everything that the output's bytes depend on, as plain JSON values. Raises
-        UserError when work of another identity is there; `restart` throws it away instead.
+        identity: everything that the output's bytes depend on, as plain JSON values, "model" among
+        them (`source_identity`). Raises UserError when work of another identity is there;
+        `restart` throws it away instead.
         """
+        self._identity = identity
         self.folder = partial_folder(out)
         if self.folder.exists() and not _is_ours(self.folder):
             raise in_the_way(self.folder)
@@ -65,6 +67,13 @@ class Journal:
         except SafetensorError as e:
             raise _damaged(self.file(layer)) from e
 
+    def stored(self, layer: str) -> list[RawTensor]:
+        """Where the tensors of a finished layer lie."""
+        try:
+            return raw_tensors(self.file(layer))
+        except UserError as e:
+            raise _damaged(self.file(layer)) from e
+
     def report(self, layer: str) -> dict[str, Any]:
         """The report of a finished layer, as it was given to `write`."""
         return _read_json(self._report_file(layer))
@@ -82,6 +91,14 @@ class Journal:
         """What `keep` was given; None before."""
         path = self.folder / f"{name}.decided.json"
         return _read_json(path) if path.exists() else None
+
+    def check_source(self, source: TensorSource) -> None:
+        """UserError when the model's files are not those that the run began with."""
+        if source_identity(source) != self._identity["model"]:
+            raise UserError(
+                f"{source.folder} has changed while the run was at work, so what is finished may "
+                "be of two models; --restart begins anew with what is there now"
+            )
 
     def remove(self) -> None:
         """Remove all of it."""
@@ -109,9 +126,15 @@ def unfinished_identity(out: Path) -> dict[str, Any] | None:
 
 
 def source_identity(source: TensorSource) -> dict[str, Any]:
-    """What tells one model's files from another's without reading them through."""
+    """What tells one model's files from another's without reading them through.
+
+    UserError when one is not there any more.
+    """
     files = sorted({info.file for info in source.info.values()})
-    stats = {f: (source.folder / f).stat() for f in files}
+    try:
+        stats = {f: (source.folder / f).stat() for f in files}
+    except FileNotFoundError as e:
+        raise UserError(f"{e.filename} is gone; put it back, and the same command goes on") from e
     return {f: {"bytes": s.st_size, "mtime_ns": s.st_mtime_ns} for f, s in stats.items()}
 
 

@@ -93,6 +93,7 @@ def save_checkpoint(
     of tensor data in a file, but for a tensor that is larger. One tensor is in memory at a time;
     everything is made in a temporary folder that is renamed at the end.
     """
+    journal.check_source(source)
     folder = journal.folder / "assembled"
     if folder.exists():
         shutil.rmtree(folder)
@@ -186,7 +187,7 @@ def _all_tensors(
     stored: dict[str, RawTensor] = {}
     of_module: dict[str, list[RawTensor]] = {}
     for layer in layers:
-        for t in raw_tensors(journal.file(layer)):
+        for t in journal.stored(layer):
             stored[t.name] = t
             of_module.setdefault(t.name.rpartition(".")[0], []).append(t)
     files = dict.fromkeys(info.file for info in source.info.values())
