@@ -1,9 +1,9 @@
 """Models as scorers: token ids in, logits out, by transformers' own forward pass.
 
 The reference architecture runs, not our runtime, so a measured difference is quantization's alone.
-A compressed-tensors checkpoint gets its weights dequantized by our reader (the definition in
-kernels/affine.py) and the inputs of its linears fake-quantized where the checkpoint asks for that
-(kernels/activations.py), and needs no other package; every other quantized layout goes through
+A quantized checkpoint of a layout that lowbit reads gets its weights dequantized by our reader (the
+definition in kernels/affine.py) and the inputs of its linears fake-quantized where the checkpoint
+asks for that (kernels/activations.py), and needs no other package; every other one goes through
 transformers' loader for it.
 """
 
@@ -23,8 +23,9 @@ from ..calib.shards import Shards
 from ..kernels.errors import UserError
 from ..kernels.names import names_in_model
 from ..quantize.activations import activation_format, fake_quantize_input
-from ..quantize.checkpoint.ct_config import quantizes_outputs, schemes_from_config
+from ..quantize.checkpoint.ct_config import quantizes_outputs
 from ..quantize.checkpoint.kv_config import KVStorage, read_kv_storage, scale_names
+from ..quantize.checkpoint.layouts import find_layout
 from ..quantize.checkpoint.load import Checkpoint, read_config
 from ..quantize.spec import QuantSpec
 from ..runtime.kv_formats import resolve_kv
@@ -106,11 +107,9 @@ def context_limit(folder: str | Path) -> int | None:
 def is_computed_here(folder: Path) -> bool:
     """Whether all that is quantized in it is computed by our own definitions."""
     quantization = read_config(folder).get("quantization_config") or {}
-    if quantization.get("quant_method") != "compressed-tensors":
+    if find_layout(quantization) is None or quantizes_outputs(quantization):
         return False
-    if quantizes_outputs(quantization):
-        return False
-    for _, scheme in schemes_from_config(quantization, folder):
+    for scheme in set(Checkpoint(folder).schemes.values()):
         try:
             if scheme.input_activations is not None:
                 activation_format(scheme.input_activations)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..calib.shards import Shards, TensorSource
-from ..kernels.errors import UserError
+from ..quantize.checkpoint.layouts import find_layout
 from ..quantize.checkpoint.load import Checkpoint, read_config
 
 
@@ -36,13 +36,13 @@ def size_report(folder: str | Path) -> SizeReport:
     """Bytes and bits per weight of a model folder; UserError when it is damaged or no model."""
     folder = Path(folder)
     quantization = read_config(folder).get("quantization_config")
-    if quantization and quantization.get("quant_method") != "compressed-tensors":
+    if quantization and find_layout(quantization) is None:
         return _bytes_only(Shards(folder))
     checkpoint = Checkpoint(folder)
     tensors = checkpoint.shards.info
     codes = [n for n in tensors if _stands_for_weight(n, checkpoint)]
     quantized_bytes = sum(tensors[n].nbytes for n in codes)
-    quantized = sum(_weights_of(m, checkpoint) for m in checkpoint.schemes)
+    quantized = sum(math.prod(checkpoint.shape(m)) for m in checkpoint.schemes)
     plain = sum(math.prod(info.shape) for n, info in tensors.items() if n not in set(codes))
     size = _bytes_only(checkpoint.shards)
     return size._replace(
@@ -63,16 +63,6 @@ def _bytes_only(shards: TensorSource) -> SizeReport:
 
 def _stands_for_weight(name: str, checkpoint: Checkpoint) -> bool:
     module, _, leaf = name.rpartition(".")
-    return module in checkpoint.schemes and leaf.startswith("weight")
-
-
-def _weights_of(module: str, checkpoint: Checkpoint) -> int:
-    tensors = checkpoint.shards.info
-    plain, packed = tensors.get(f"{module}.weight"), tensors.get(f"{module}.weight_packed")
-    if plain is not None:
-        return math.prod(plain.shape)
-    if packed is not None and checkpoint.schemes[module].weights.type == "float":
-        return 2 * math.prod(packed.shape)  # two of 4 bits to a byte
-    if f"{module}.weight_shape" not in tensors:
-        raise UserError(f"'{module}' has neither a weight nor a weight_shape: damaged checkpoint")
-    return math.prod(int(n) for n in checkpoint.shards.get(f"{module}.weight_shape").tolist())
+    if module not in checkpoint.schemes or checkpoint.layout is None:
+        return False
+    return leaf in checkpoint.layout.leaves and not leaf.startswith("input")

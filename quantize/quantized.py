@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.affine import dequantize_affine, stored_scale_value
 from ..kernels.elements import Elements, elements_of
+from ..kernels.errors import UserError
 from .spec import QuantSpec
 
 
@@ -33,6 +34,22 @@ class Quantized(NamedTuple):
     spec: QuantSpec
     global_scale: Tensor | None = None
     g_idx: Tensor | None = None
+
+    def by_group(self) -> tuple[Quantized, Tensor]:
+        """The weight with its columns in the order of their groups, and which they were, int64 [in]
+        (x @ W.T is x[..., columns] @ V.T). UserError where groups are not of one size."""
+        columns = self.codes.shape[1]
+        if self.g_idx is None:
+            return self, torch.arange(columns, device=self.codes.device)
+        groups = self.scale.shape[1]
+        sizes = torch.bincount(self.g_idx, minlength=groups)
+        if not bool((sizes == columns // groups).all()):
+            raise UserError(
+                f"g_idx gives groups of {int(sizes.min())} to {int(sizes.max())} columns, where "
+                f"{columns // groups} each are expected"
+            )
+        order = torch.argsort(self.g_idx, stable=True)
+        return self._replace(codes=self.codes[:, order], g_idx=None), order
 
     def float_scale(self) -> Tensor:
         """What an element is multiplied with, float32, in the scale's shape."""

@@ -25,10 +25,6 @@ from ..quantize.linear_problem import linear_problem
 from ..quantize.spec import LayerScheme
 from .linear import LinearReport, PackedLinear
 
-QUANTIZED_SUFFIXES = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight",
-    "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point",
-)  # fmt: skip
 OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
 """Buffers that older checkpoints hold and models compute by themselves now."""
 
@@ -71,7 +67,8 @@ class Filler:
 
     def _quantized(self) -> Iterable[tuple[str, str, LayerScheme]]:
         """Name in the model, name in the checkpoint and scheme of every quantized linear."""
-        scale = ".weight_scale"
+        layout = self.checkpoint.layout
+        scale = "" if layout is None else f".{layout.scale_leaf}"
         in_model = {s.removesuffix(scale): n.removesuffix(scale) for n, s in self._stored.items()}
         for stored, scheme in self.checkpoint.schemes.items():
             yield in_model[stored], stored, scheme
@@ -106,7 +103,7 @@ class Filler:
         )
         parent, _, leaf = module.rpartition(".")
         setattr(self.model.get_submodule(parent), leaf, packed)
-        self._unused.difference_update(f"{stored}.{suffix}" for suffix in QUANTIZED_SUFFIXES)
+        self._unused.difference_update(self.checkpoint.stored_names(stored))
         return packed.report
 
     def _fill_parameters(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -32,7 +32,8 @@ class LinearReport(NamedTuple):
 class PackedLinear(nn.Module):
     """y = x @ W.T + bias, W in a kernel's own layout, x [..., in] in the problem's dtype.
 
-    Where the scheme quantizes input activations, x is quantized first.
+    Where the scheme quantizes input activations, x is quantized first. Where columns do not lie in
+    the order of their groups (GPTQ's desc_act), they are moved there, and x is read in that order.
     """
 
     def __init__(
@@ -53,6 +54,12 @@ class PackedLinear(nn.Module):
         the scheme, and when `kernel` cannot run it.
         """
         super().__init__()
+        self._columns: Tensor | None = None
+        if quantized.g_idx is not None:
+            try:
+                quantized, self._columns = quantized.by_group()
+            except UserError as e:
+                raise UserError(f"{module}: {e}") from e
         shape = tuple(quantized.codes.shape)
         problem = linear_problem(module, scheme, shape, dtype, device)
         self.in_features, self.out_features = problem.in_features, problem.out_features
@@ -63,11 +70,15 @@ class PackedLinear(nn.Module):
         self.tensors = self._kernel.pack(operands, problem)
         self.bias = bias
         nbytes = sum(t.nbytes for t in self.tensors)
+        ordered = "" if self._columns is None else "inputs put in the order of their groups"
+        note = "; ".join(n for n in (self._kernel.note, ordered) if n)
         self.report = LinearReport(
-            module, self._kernel.name, problem, chosen.declined, nbytes, self._kernel.note
+            module, self._kernel.name, problem, chosen.declined, nbytes, note
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._columns is not None:
+            x = x.index_select(-1, self._columns)
         activation = self.problem.activation
         if activation is not None and not self._kernel.quantizes_input:
             x = fake_quantize_activation(x, activation, self._input_scale)

@@ -54,7 +54,7 @@ class LLM:
         self.device, self.dtype = loaded.device, loaded.dtype
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.max_model_len = _context_length(self.model.config, max_model_len)
-        self._linears = loaded.linears
+        self._linears, self.warnings = loaded.linears, loaded.warnings
         self._eos_token_ids = loaded.eos_token_ids
         kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)
         self._engine = Engine(loaded, max_num_seqs, kv)

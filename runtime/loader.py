@@ -22,7 +22,8 @@ from .placement import resolve_dtype
 
 class LoadedModel(NamedTuple):
     """A model ready to run. tokenizer: None when the folder has none. kv: how its checkpoint says
-    that the cache is quantized, None where it says nothing."""
+    that the cache is quantized, None where it says nothing. warnings: what is odd about the
+    checkpoint and was understood all the same."""
 
     model: Any
     tokenizer: Any | None
@@ -31,6 +32,7 @@ class LoadedModel(NamedTuple):
     dtype: torch.dtype
     linears: list[LinearReport]
     kv: KVStorage | None
+    warnings: list[str]
 
 
 def load(
@@ -58,7 +60,9 @@ def load(
     checkpoint.shards.close()
     tokenizer = load_tokenizer(checkpoint.folder)
     eos = _eos_token_ids(checkpoint.folder, config)
-    return LoadedModel(model, tokenizer, eos, resolved_device, resolved_dtype, linears, kv)
+    return LoadedModel(
+        model, tokenizer, eos, resolved_device, resolved_dtype, linears, kv, checkpoint.warnings
+    )
 
 
 def load_tokenizer(folder: Path) -> Any | None:

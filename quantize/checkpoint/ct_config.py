@@ -170,7 +170,7 @@ def schemes_from_config(
 
 def quantizes_outputs(quantization: dict[str, Any]) -> bool:
     """Whether a config group quantizes what its linears put out, which lowbit does not compute."""
-    groups = quantization.get("config_groups", {}).values()
+    groups = (quantization.get("config_groups") or {}).values()
     return any(group.get("output_activations") for group in groups)
 
 

@@ -17,7 +17,7 @@ from ...calib.shards import Shards, TensorSource
 from ...kernels.errors import UserError
 from ..quantized import Quantized
 from ..spec import LayerScheme
-from .layouts import Layout, layout_of
+from .layouts import Layout, find_layout, layout_of
 
 
 class Checkpoint:
@@ -25,8 +25,8 @@ class Checkpoint:
 
     `config`: config.json as a dict. `layout`: how quantized linears are stored, None where none
     are. `schemes`: name -> LayerScheme of every quantized linear. `warnings`: what is odd about the
-    checkpoint and was understood all the same. A fine-grained FP8 checkpoint is the model that it
-    stands for, see quantize/fp8_source.py.
+    checkpoint and was understood all the same. An FP8 checkpoint of no layout here is the model
+    that it stands for, see quantize/fp8_source.py.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -100,7 +100,8 @@ class Checkpoint:
         return model
 
     def _tensors(self) -> TensorSource:
-        if (self.config.get("quantization_config") or {}).get("quant_method") != "fp8":
+        quantization = self.config.get("quantization_config") or {}
+        if quantization.get("quant_method") != "fp8" or find_layout(quantization) is not None:
             return Shards(self.folder)
         from ..fp8_source import FP8Source  # slow: transformers
 

@@ -75,6 +75,8 @@ def _table(report: ExportReport) -> None:
     table.add_row("whole file", f"{tensors}", f"{report.weights:,}", f"{report.nbytes:,}", bits)
     console = Console()
     console.print(table)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}")
     console.print(f"pre-tokenizer: {report.pre}")
     if report.repacked:
         console.print(f"carried over without a second rounding: {len(report.repacked)} layers")

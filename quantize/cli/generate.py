@@ -49,6 +49,8 @@ def generate(
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
     llm = LLM(model_folder(model), device, dtype)
+    for warning in llm.warnings:
+        say(warning)
     if verbose:
         say(_describe(llm))
     if chat is None:

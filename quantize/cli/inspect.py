@@ -36,6 +36,8 @@ def inspect(
     facts = {
         "model_type": opened.config.get("model_type"),
         "layers": opened.config.get("num_hidden_layers"),
+        "layout": None if opened.layout is None else opened.layout.name,
+        "warnings": opened.warnings,
         "schemes": dict(Counter(modules.values())),
         "unquantized_tensors": dict(kept),
         "size": size_report(checkpoint)._asdict(),
@@ -72,6 +74,10 @@ def _table(checkpoint: Path, facts: dict[str, Any], every: bool) -> None:
     size = facts["size"]
     table = Table(title=str(checkpoint), show_header=False)
     table.add_row("model", f"{facts['model_type']}, {facts['layers']} layers")
+    if facts["layout"] is not None:
+        table.add_row("layout", facts["layout"])
+    for warning in facts["warnings"]:
+        table.add_row("warning", warning)
     for scheme, count in facts["schemes"].items():
         table.add_row("quantized", f"{count} linears: {scheme}")
     for dtype, count in facts["unquantized_tensors"].items():

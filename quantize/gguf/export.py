@@ -1,4 +1,4 @@
-"""Write a GGUF file from a Hugging Face folder or a compressed-tensors checkpoint.
+"""Write a GGUF file from a Hugging Face folder or a quantized checkpoint of any layout.
 
 The header needs every tensor's type and size, which follow from the config; then the tensors are
 read, turned into blocks and written one at a time, so memory is that of the largest tensor. A
@@ -27,10 +27,6 @@ from .repack import can_repack, repack
 from .writer import Planned, replacing, start_file
 
 HALF_MAX = 65504.0  # largest float16, the type of values or scales
-PARTS = (
-    "weight", "bias", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
-    "weight_global_scale",
-)  # fmt: skip
 IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
     ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
     ".k_scale", ".v_scale",
@@ -50,7 +46,8 @@ class ExportReport(NamedTuple):
 
     `totals`: block type -> TypeTotal. `repacked`: quantized layers carried over without a second
     rounding; `rounded_again`: those that were not. `fallbacks`: GGUF name -> why its type is not
-    the file's. `bits_per_weight` counts scales, not the file's header.
+    the file's. `bits_per_weight` counts scales, not the file's header. `warnings`: what is odd
+    about the checkpoint and was understood all the same.
     """
 
     path: Path
@@ -63,6 +60,7 @@ class ExportReport(NamedTuple):
     repacked: list[str]
     rounded_again: list[str]
     fallbacks: dict[str, str]
+    warnings: list[str]
 
 
 class Entry(NamedTuple):
@@ -136,6 +134,7 @@ def export_gguf(
         repacked=repacked,
         rounded_again=rounded_again,
         fallbacks=_fallbacks(planned, file_type),
+        warnings=checkpoint.warnings,
     )
 
 
@@ -164,9 +163,10 @@ def plan(checkpoint: Checkpoint, h: Hyperparameters, file_type: str) -> list[Ent
         if f"{module}.bias" in shards:
             entries.append(Entry(Planned(f"{name}.bias", shape[:1], F32), module, "bias"))
         used.add(module)
+    codes = {n for module in checkpoint.schemes for n in checkpoint.stored_names(module)}
     for tensor in shards.names():
         module, _, part = tensor.rpartition(".")
-        placed = module in used and part in PARTS
+        placed = module in used and (part in ("weight", "bias") or tensor in codes)
         tied_copy = h.tie_word_embeddings and module == "lm_head"
         if not (placed or tied_copy or tensor.endswith(IGNORED)):
             raise UserError(f"tensor '{tensor}' has no place in llama.cpp's llama architecture")
@@ -184,7 +184,8 @@ def encode(checkpoint: Checkpoint, h: Hyperparameters, entry: Entry) -> tuple[Te
     if entry.part == "weight" and module in checkpoint.schemes:
         q = checkpoint.quantized(module)
         _check_shape(q.codes, entry)
-        if q.spec.type != "int" or q.spec.block is not None:  # no block type holds such codes
+        if q.spec.type != "int" or q.spec.block is not None or q.g_idx is not None:
+            # no block type holds such codes
             return _encode_dense(place(q.dequantize()), entry), False
         rows = q.codes.shape[0]
         zero = q.zero_point

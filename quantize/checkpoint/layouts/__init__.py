@@ -12,7 +12,7 @@ from .compressed_tensors import CompressedTensors
 from .gptq import GPTQ
 from .hf_fp8 import HFFP8
 
-__all__ = ["LAYOUTS", "NATIVE", "Layout", "Stored", "layout_named", "layout_of"]
+__all__ = ["LAYOUTS", "NATIVE", "Layout", "Stored", "find_layout", "layout_named", "layout_of"]
 
 NATIVE: Layout = CompressedTensors()
 LAYOUTS: dict[str, Layout] = {
@@ -29,11 +29,16 @@ def layout_named(name: str) -> Layout:
     return LAYOUTS[name]
 
 
+def find_layout(quantization: Mapping[str, Any]) -> Layout | None:
+    """The layout that a `quantization_config` names, None when lowbit does not read it."""
+    return next((layout for layout in LAYOUTS.values() if layout.claims(quantization)), None)
+
+
 def layout_of(quantization: Mapping[str, Any]) -> Layout:
     """The layout that a `quantization_config` names; UserError when it is not read."""
-    for layout in LAYOUTS.values():
-        if layout.claims(quantization):
-            return layout
+    layout = find_layout(quantization)
+    if layout is not None:
+        return layout
     told = [quantization.get("quant_method"), quantization.get("checkpoint_format"),
             quantization.get("packing_format")]  # fmt: skip
     named = " ".join(f"'{word}'" for word in told if word)

@@ -2,8 +2,8 @@
 
 A linear is stored as weight float8_e4m3fn [out, in] and weight_scale_inv float32 [ceil(out / m),
 ceil(in / n)], a factor in spite of its name, for blocks of m x n. Inputs are quantized on the fly
-in groups of n. Checkpoints with one scale for each weight carry the same quant_method; those are
-read by quantize/fp8_source.py as the models that they stand for.
+in groups of n. Checkpoints with one scale for each weight, or with static scales of inputs, carry
+the same quant_method; quantize/fp8_source.py reads them as the models that they stand for.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ class HFFP8(Layout):
     leaves = frozenset({"weight", "weight_scale_inv"})
 
     def claims(self, quantization: Mapping[str, Any]) -> bool:
-        return quantization.get("quant_method") == "fp8" and bool(
-            quantization.get("weight_block_size", (128, 128))
+        return (
+            quantization.get("quant_method") == "fp8"
+            and bool(quantization.get("weight_block_size", (128, 128)))
+            and quantization.get("activation_scheme", "dynamic") == "dynamic"
         )
 
     def schemes(
         self, quantization: Mapping[str, Any], source: TensorSource
     ) -> dict[str, LayerScheme]:
         size = quantization.get("weight_block_size", (128, 128))
-        when = quantization.get("activation_scheme", "dynamic")
-        whole = isinstance(size, list | tuple) and len(size) == 2
-        if not (whole and all(type(n) is int and n > 0 for n in size)) or when != "dynamic":
+        pair = isinstance(size, list | tuple) and len(size) == 2
+        if not (pair and all(type(n) is int and n > 0 for n in size)):
             raise UserError(
-                f"{source.folder}: fine-grained FP8 in blocks of {size} with {when} activations; "
-                "lowbit reads blocks of two positive numbers with dynamic ones"
+                f"{source.folder}: weight_block_size of config.json must be two positive numbers, "
+                f"got {size!r}"
             )
         rows, columns = size
         scheme = LayerScheme(
