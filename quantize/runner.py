@@ -15,28 +15,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..calib.device import matmul_flops, resolve_dtype
+from ..calib.device import matmul_flops
 from ..calib.experts import split_modules
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
-from ..calib.text import Text, load_text, load_tokenizer, token_rows
 from ..kernels.device import resolve_device
-from ..kernels.errors import UserError
 from .budget_plan import budgeted_plan
 from .cache_layers import check_cache
-from .checkpoint.journal import Journal, source_identity, unfinished_identity
+from .checkpoint.journal import Journal, source_identity
 from .checkpoint.load import read_config
 from .checkpoint.save import check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
-from .fp8_source import open_model, open_source
-from .linear_names import find_linears
 from .linear_plan import Plan, make_plan, settled_recipe
-from .recipe import DTYPES, Recipe, WeightPass
-from .rotated_model import rotated_model
-from .rotated_source import RotatedSource
+from .prepare import calibration_rows, can_stream, forward_dtype, open_for_passes, stacks_experts
+from .recipe import Recipe, WeightPass
 from .run_result import RunResult
 from .sizes import MAX_SHARD_SIZE, parse_size
-from .stream import can_stream, stream_quantize
+from .stream import stream_quantize
 from .worker import PassWorker
 
 OVERHEAD = 2.0  # attention, elementwise work and the solver, over the matrix products alone
@@ -61,7 +56,7 @@ def quantize_model(
     that is larger has a file of its own. Raises UserError before any work for what cannot be done.
     """
     max_shard_bytes = parse_size(max_shard_size, "the largest size of a shard")
-    if can_stream(recipe) and not _stacks_experts(folder):
+    if can_stream(recipe) and not stacks_experts(folder):
         return stream_quantize(
             folder, out, recipe, device, overwrite, restart, say, max_shard_bytes
         )
@@ -70,14 +65,14 @@ def quantize_model(
     if recipe.kv_cache is not None:
         check_cache(recipe.kv_cache.kv_cache.spec, read_config(folder))
     where = resolve_device(device)
-    dtype = _forward_dtype(recipe, where, folder, out, restart)
-    model, rotated = _open(folder, recipe, dtype, where)
+    dtype = forward_dtype(recipe, where, folder, out, restart)
+    model, rotated = open_for_passes(folder, recipe, dtype, where)
     plan = make_plan(model, recipe)
     model.check_shards()
     asked = settled_recipe(recipe, plan)
     recipe = with_all_tokens(asked, plan, split_modules(model.model))
     calibrated = bool(recipe.needs) or recipe.budget is not None
-    rows, text = _calibration_rows(model, recipe) if calibrated else (None, None)
+    rows, text = calibration_rows(model, recipe) if calibrated else (None, None)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
     if rows is not None and recipe.execution.dtype == "auto":
@@ -136,59 +131,6 @@ def quantize_model(
         {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
         time.perf_counter() - start, worker.seconds, budget,
     )  # fmt: skip
-
-
-def _open(
-    folder: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device
-) -> tuple[LayeredModel, RotatedSource | None]:
-    """The model layer by layer, rotated where the recipe says so."""
-    rotate = next((t.rotate for t in recipe.transforms if t.method == "rotate"), None)
-    plain = open_model(folder, dtype, device)
-    if rotate is None:
-        return plain, None
-    return rotated_model(folder, rotate, dtype, device, open_source(folder), plain.config)
-
-
-def _stacks_experts(folder: Path) -> bool:
-    """Whether experts are stored in one tensor, which only the model can take apart."""
-    source = open_source(folder)
-    stacked = find_linears(source.info, read_config(folder)).stacked
-    source.close()
-    return bool(stacked)
-
-
-def _forward_dtype(
-    recipe: Recipe, device: torch.device, folder: Path, out: Path, restart: bool
-) -> torch.dtype:
-    """The forward passes' dtype; an unfinished run keeps what it began with where it is "auto"."""
-    begun = None if restart else unfinished_identity(out)
-    name = recipe.execution.dtype
-    if begun is not None and name == "auto" and begun.get("dtype") in DTYPES:
-        name = begun["dtype"]
-    shards = open_source(folder)
-    widest = max(shards.info.values(), key=lambda info: info.nbytes)
-    shards.close()
-    return resolve_dtype(name, device, widest.dtype)
-
-
-def _calibration_rows(model: LayeredModel, recipe: Recipe) -> tuple[Tensor, Text]:
-    calibration = recipe.calibration
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and calibration.seq_len > limit:
-        raise UserError(
-            f"seq_len {calibration.seq_len} exceeds the model's {limit} positions; lower --seq-len"
-        )
-    tokenizer = load_tokenizer(model.folder)
-    text = load_text(calibration.source, "calibration", tokenizer)
-    seed = calibration.seed if calibration.shuffle else None
-    rows = token_rows(text, tokenizer, calibration.samples, calibration.seq_len, seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    if int(rows.max()) >= vocabulary:
-        raise UserError(
-            f"the tokenizer gives id {int(rows.max())}, but the model has {vocabulary} embeddings: "
-            f"{model.folder} holds another model's tokenizer"
-        )
-    return rows, text
 
 
 def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[str, Any]:

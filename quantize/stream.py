@@ -22,9 +22,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.safetensors_file import DTYPES
-from ..calib.shards import Shards, TensorSource
+from ..calib.shards import TensorSource
 from ..kernels.device import resolve_device
-from ..kernels.errors import UserError
 from .cache_layers import check_cache
 from .checkpoint.compress import compress
 from .checkpoint.journal import Journal, source_identity
@@ -38,34 +37,17 @@ from .checkpoint.raw import (
 )
 from .checkpoint.save import check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
-from .fp8_source import READABLE, FP8Source, open_model, open_source
-from .linear_names import LinearNames, find_linears
+from .fp8_source import FP8Source
 from .linear_plan import Plan, PlannedLinear, plan_linears, settled_recipe
+from .prepare import can_stream, streamed_linears
 from .quantized import Quantized, elements
 from .ranges import scale_store
 from .recipe import Recipe
-from .recipe_passes import DATA_FREE
 from .run_result import RunResult
 from .sizes import MAX_SHARD_SIZE, parse_size
-from .spec import LayerScheme
 from .stream_weights import Converter, Job
 
 Say = Callable[[str], None]
-
-
-def can_stream(recipe: Recipe) -> bool:
-    """Whether every pass looks at weights alone, no static scales of activations or of the cache
-    are needed and no budget has to be spent where it matters most."""
-    return (
-        recipe.budget is None
-        and bool(recipe.weight_passes)
-        and not recipe.transforms
-        and not recipe.needs
-        and all(
-            p.method in DATA_FREE and not _wants_inputs(p.layer_scheme)
-            for p in recipe.weight_passes
-        )
-    )
 
 
 def stream_quantize(
@@ -91,7 +73,7 @@ def stream_quantize(
     config = read_config(folder)
     if recipe.kv_cache is not None:
         check_cache(recipe.kv_cache.kv_cache.spec, config)
-    source, names = _linears(folder, config)
+    source, names = streamed_linears(folder, config)
     plan = plan_linears(recipe, names.inner, names.outer, names.head)
     recipe = settled_recipe(recipe, plan)
     jobs = _jobs(source, plan)
@@ -124,35 +106,6 @@ def stream_quantize(
         out, recipe, notes, None, "float32", len(output.finished), 0, {},
         time.perf_counter() - start,
     )  # fmt: skip
-
-
-def _wants_inputs(scheme: LayerScheme) -> bool:
-    """Whether a scale of the inputs is stored, which only calibration can tell."""
-    inputs = scheme.input_activations
-    return inputs is not None and (not inputs.dynamic or inputs.scale_dtype == "e4m3")
-
-
-def _linears(folder: Path, config: dict[str, Any]) -> tuple[TensorSource, LinearNames]:
-    """The model's tensors and which of them are linears'. Stacked experts are taken apart where
-    transformers knows the model."""
-    source: TensorSource = open_source(folder)
-    if isinstance(source, Shards) and "quantization_config" in config:
-        raise UserError(
-            f"{folder} is already quantized; give the original model (quantizing twice only adds "
-            f"error) or one of the kinds that are dequantized as they are read: {READABLE}"
-        )
-    if config.get("is_encoder_decoder"):
-        raise UserError(f"{folder} is an encoder-decoder model; lowbit takes causal LMs")
-    names = find_linears(source.info, config)
-    if names.stacked:
-        source = open_model(folder, torch.float32, "cpu").shards
-        names = find_linears(source.info, config)
-    if names.stacked:
-        raise UserError(
-            f"'{names.stacked[0]}' holds experts in a way that lowbit cannot take apart into the "
-            "linears that it quantizes; choose another model"
-        )
-    return source, names
 
 
 def _identity(

@@ -28,10 +28,11 @@ from lowbit.quantize.linear_plan import make_plan
 from lowbit.quantize.passes.hqq import hqq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import HQQSettings, RTNSettings
+from lowbit.quantize.prepare import can_stream
 from lowbit.quantize.recipe import Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 from lowbit.quantize.spec import scheme_from_name
-from lowbit.quantize.stream import can_stream, stream_quantize
+from lowbit.quantize.stream import stream_quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
