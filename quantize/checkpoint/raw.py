@@ -169,7 +169,7 @@ def read_raw(t: RawTensor) -> Iterator[bytes]:
     try:
         source = t.file.open("rb")
     except FileNotFoundError as e:
-        raise UserError(f"{t.file} is gone; put it back, and the same command goes on") from e
+        raise UserError(f"{t.file} is gone; put it back and give the same command again") from e
     with source:
         source.seek(t.offset)
         while left:
@@ -177,7 +177,7 @@ def read_raw(t: RawTensor) -> Iterator[bytes]:
             if not data:
                 raise UserError(
                     f"{t.file} became shorter while '{t.name}' was read from it; put the whole "
-                    "file back, and the same command goes on"
+                    "file back and give the same command again"
                 )
             yield data
             left -= len(data)
