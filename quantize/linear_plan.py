@@ -17,6 +17,7 @@ from ..calib.experts import routers
 from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
+from .layout_check import check_linears
 from .recipe import Pass, Recipe, Transform, WeightPass
 from .spec import Channel, Group, LayerScheme, with_group_size
 
@@ -85,6 +86,7 @@ def plan_linears(
         scheme, note = settle_group_size(taken_by, shapes)
         notes += [note] if note and recipe.budget is None else []
         linears |= {n: PlannedLinear(taken_by, scheme, shapes[n]) for n in names}
+    check_linears(recipe.format, {n: (p.scheme, p.shape) for n, p in linears.items()})
     untouched = [n for n in {**inner, **outer} if n not in linears]
     return Plan(linears, untouched, notes)
 

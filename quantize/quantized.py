@@ -18,6 +18,11 @@ def elements(spec: QuantSpec) -> Elements:
     return elements_of(spec.type, spec.num_bits)
 
 
+def plain_g_idx(columns: int, spec: QuantSpec) -> Tensor:
+    """int32 [in]: the group of each column where groups are runs of columns."""
+    return torch.arange(columns, dtype=torch.int32) // -(-columns // spec.groups(columns))
+
+
 class Quantized(NamedTuple):
     """A quantized weight: value ~ (codes - zero_point) * scale, see kernels/affine.py.
 

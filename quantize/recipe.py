@@ -17,6 +17,7 @@ import yaml
 
 from ..kernels.errors import UserError
 from .config_reading import build, known_keys, mapping, plain, read_yaml
+from .layout_check import NATIVE, check_format
 from .passes.settings import BudgetSettings, at_least_one, one_of
 from .recipe_passes import (
     STAGES,
@@ -83,12 +84,14 @@ class Recipe:
 
     Transforms come first, then weight quantizers (at most one a linear), then the cache's.
     budget: each linear's bits and group size are chosen so that their mean keeps to it.
+    format: the checkpoint layout that the output has.
     """
 
     passes: tuple[Pass, ...] = field(default_factory=lambda: (WeightPass(),))
     calibration: Calibration = field(default_factory=Calibration)
     execution: Execution = field(default_factory=Execution)
     budget: BudgetSettings | None = None
+    format: str = NATIVE
 
     def __post_init__(self) -> None:
         check_order(self.passes)
@@ -99,6 +102,7 @@ class Recipe:
             )
         if self.budget is not None:
             check_budget(self.passes)
+        check_format(self.format, self.weight_passes, self.budget is not None)
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -107,6 +111,13 @@ class Recipe:
     @property
     def weight_passes(self) -> tuple[WeightPass, ...]:
         return tuple(p for p in self.passes if isinstance(p, WeightPass))
+
+    @property
+    def has_g_idx(self) -> bool:
+        """Whether some pass leaves columns that lie in no order of groups."""
+        return any(
+            p.method == "gptq" and p.gptq.act_order == "desc_act" for p in self.weight_passes
+        )
 
     @property
     def kv_cache(self) -> KVCachePass | None:
@@ -124,6 +135,7 @@ class Recipe:
             "calibration": plain(asdict(self.calibration)),
             "execution": plain(asdict(self.execution)),
             **({} if self.budget is None else {"budget": plain(asdict(self.budget))}),
+            **({} if self.format == NATIVE else {"format": self.format}),
         }
 
     def to_yaml(self) -> str:
@@ -143,6 +155,7 @@ class Recipe:
             calibration=build(Calibration, data.get("calibration", {}), "calibration"),
             execution=build(Execution, data.get("execution", {}), "execution"),
             budget=None if budget is None else build(BudgetSettings, budget, "budget"),
+            format=str(data.get("format", NATIVE)),
         )
 
     @classmethod

@@ -23,8 +23,9 @@ from ..kernels.device import resolve_device
 from .budget_plan import budgeted_plan
 from .cache_layers import check_cache
 from .checkpoint.journal import Journal, source_identity
+from .checkpoint.layouts import layout_named
 from .checkpoint.load import read_config
-from .checkpoint.save import check_output, save_checkpoint
+from .checkpoint.save import LinearStorage, check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
 from .linear_plan import Plan, make_plan, settled_recipe
 from .prepare import calibration_rows, can_stream, forward_dtype, open_for_passes, stacks_experts
@@ -93,7 +94,8 @@ def quantize_model(
         plan, budget = budgeted_plan(model, plan, recipe.budget, rows, journal)
         notes.append(plan.notes[-1])
         say(notes[-1])
-    worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache)
+    layout = layout_named(recipe.format)
+    worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache, layout)
     steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
     with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
         run_layers(
@@ -113,8 +115,8 @@ def quantize_model(
         notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
     save_checkpoint(
         model.shards, out, journal, steps,
-        schemes={worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
-        ignore=plan.untouched,
+        LinearStorage({worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
+                      plan.untouched, layout, recipe.has_g_idx),
         report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
                 "dropped_rows": dropped, "linears": linears, "experts": experts,
                 "transforms": {n: r["transforms"] for n, r in zip(steps, reports, strict=True)},

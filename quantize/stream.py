@@ -3,8 +3,9 @@
 For methods that look at weights alone. The output's shards are laid out before the first weight is
 read, since names, shapes and dtypes decide their sizes; every tensor then goes to its place in
 chunks of rows. So memory is that of a chunk, whatever the size of the model, of its shards or of a
-single tensor, and any architecture will do whose tensors have the usual names. A run that was
-killed goes on after the last tensors that are known to be on disk.
+single tensor (but for the codes of one linear, where the layout stores them transposed), and any
+architecture will do whose tensors have the usual names. A run that was killed goes on after the
+last tensors that are known to be on disk.
 
 The bytes are those that whole weights give, see stream_weights.py.
 """
@@ -18,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.safetensors_file import DTYPES
 from ..calib.shards import TensorSource
 from ..kernels.device import resolve_device
 from .cache_layers import check_cache
-from .checkpoint.compress import compress
 from .checkpoint.journal import Journal, source_identity
+from .checkpoint.layouts import Layout, layout_named
+from .checkpoint.layouts.base import empty_quantized
 from .checkpoint.load import read_config
 from .checkpoint.raw import (
     Slot,
@@ -35,13 +36,11 @@ from .checkpoint.raw import (
     split_shards,
     write_index,
 )
-from .checkpoint.save import check_output, complete_checkpoint
+from .checkpoint.save import LinearStorage, check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
 from .fp8_source import FP8Source
-from .linear_plan import Plan, PlannedLinear, plan_linears, settled_recipe
+from .linear_plan import Plan, plan_linears, settled_recipe
 from .prepare import can_stream, streamed_linears
-from .quantized import Quantized, elements
-from .ranges import scale_store
 from .recipe import Recipe
 from .run_result import RunResult
 from .sizes import MAX_SHARD_SIZE, parse_size
@@ -76,7 +75,8 @@ def stream_quantize(
     source, names = streamed_linears(folder, config)
     plan = plan_linears(recipe, names.inner, names.outer, names.head)
     recipe = settled_recipe(recipe, plan)
-    jobs = _jobs(source, plan)
+    layout = layout_named(recipe.format)
+    jobs = _jobs(source, plan, layout)
     shards = split_shards((s for job in jobs for s in job.slots), max_shard_bytes)
     journal = Journal(out, _identity(source, config, recipe, where, max_shard_bytes), restart)
     output = StreamOutput(journal.folder, shards)
@@ -87,13 +87,12 @@ def stream_quantize(
         notes.append(f"resuming after {len(output.finished)} of {len(jobs)} tensors")
     for note in notes:
         say(note)
-    _convert(jobs, Converter(source, plan, where), output)
+    _convert(jobs, Converter(source, plan, where, layout), output)
     journal.check_source(source)
     index = write_index(output.folder, shards)
     complete_checkpoint(
         folder, output.folder, out,
-        schemes={name: p.scheme for name, p in plan.linears.items()},
-        ignore=plan.untouched,
+        LinearStorage({n: p.scheme for n, p in plan.linears.items()}, plan.untouched, layout),
         report={"recipe": recipe.to_dict(), "dtype": "float32", "notes": plan.notes,
                 "dropped_rows": 0, "calibration": None,
                 "linears": {n: {"method": p.taken_by.method} for n, p in plan.linears.items()}},
@@ -127,7 +126,7 @@ def _identity(
     }
 
 
-def _jobs(source: TensorSource, plan: Plan) -> list[Job]:
+def _jobs(source: TensorSource, plan: Plan, layout: Layout) -> list[Job]:
     """What becomes of every tensor, in the source's order."""
     files = dict.fromkeys(info.file for info in source.info.values())
     original = {t.name: t for file in files for t in raw_tensors(source.folder / file)}
@@ -136,8 +135,9 @@ def _jobs(source: TensorSource, plan: Plan) -> list[Job]:
         info, raw = source.info[name], original.get(name)
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in plan.linears:
-            empty = _empty(plan.linears[module], info.dtype)
-            stored = compress(module, empty, plan.linears[module].scheme)
+            scheme, shape = plan.linears[module].scheme, plan.linears[module].shape
+            empty = empty_quantized(scheme.weights, shape, layout.scale_dtype(info.dtype))
+            stored = layout.compress(module, empty, scheme)
             jobs.append(Job(name, [slot(n, stored[n]) for n in sorted(stored)], None))
         elif raw is not None and DTYPES[raw.dtype] == info.dtype:
             jobs.append(Job(name, [Slot(name, raw.nbytes, raw.dtype, raw.shape)], raw))
@@ -145,23 +145,6 @@ def _jobs(source: TensorSource, plan: Plan) -> list[Job]:
             made = torch.empty(info.shape, dtype=info.dtype, device="meta")
             jobs.append(Job(name, [slot(name, made)], None))
     return jobs
-
-
-def _empty(planned: PlannedLinear, model_dtype: torch.dtype) -> Quantized:
-    """A quantized weight on meta: what is stored has its shapes and dtypes."""
-    spec, shape = planned.scheme.weights, planned.shape
-    probe = scale_store(torch.ones(1, 1), spec, model_dtype)
-
-    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    return Quantized(
-        meta(shape, elements(spec).dtype),
-        meta(spec.scale_shape(*shape), probe.dtype),
-        None if spec.symmetric else meta(spec.scale_shape(*shape), torch.int8),
-        spec,
-        None if probe.global_scale is None else meta((1,), torch.float32),
-    )
 
 
 def _convert(jobs: list[Job], converter: Converter, output: StreamOutput) -> None:

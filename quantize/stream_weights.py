@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
-from .checkpoint.compress import compress
+from .checkpoint.layouts import NATIVE, Layout
 from .checkpoint.raw import RawTensor, Slot, read_raw, tensor_bytes
 from .fp8_source import FP8Source
 from .linear_names import fused_peers
@@ -46,8 +46,14 @@ class Job(NamedTuple):
 class Converter:
     """Turns tensors of the source into the bytes that are stored, piece by piece."""
 
-    def __init__(self, source: TensorSource, plan: Plan, device: torch.device) -> None:
-        self._source, self._plan, self._device = source, plan, device
+    def __init__(
+        self,
+        source: TensorSource,
+        plan: Plan,
+        device: torch.device,
+        layout: Layout = NATIVE,
+    ) -> None:
+        self._source, self._plan, self._device, self._layout = source, plan, device, layout
         self._peers = {n: peers for peers in fused_peers(list(plan.linears)) for n in peers}
         self._peaks: dict[str, tuple[float, float]] = {}
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
@@ -67,16 +73,15 @@ class Converter:
 
     def _quantized(self, job: Job, module: str) -> Iterator[tuple[str, bytes]]:
         planned = self._plan.linears[module]
+        if not self._layout.by_rows:
+            whole = _joined(list(self._quantized_parts(job, module)))
+            for name, tensor in self._layout.compress(module, whole, planned.scheme).items():
+                yield name, tensor_bytes(tensor)
+            return
         heights = {s.name: s.shape[0] for s in job.slots}
         shape_name = f"{module}.weight_shape"
-        given = self._given(module)
-        for number, part in enumerate(self._parts(job.name, _chunk_rows(planned, self._chunk))):
-            if not torch.isfinite(part).all():
-                raise UserError(
-                    f"'{job.name}' holds NaN or infinite values; download the model again"
-                )
-            q = _quantize(part, planned, self._source.info[job.name].dtype, given)
-            stored = compress(module, q, planned.scheme)
+        for number, q in enumerate(self._quantized_parts(job, module)):
+            stored = self._layout.compress(module, q, planned.scheme)
             if shape_name in stored:
                 stored[shape_name] = torch.tensor(planned.shape, dtype=torch.int64)
             for name, tensor in stored.items():
@@ -84,9 +89,21 @@ class Converter:
                 if grows or number == 0:
                     yield name, tensor_bytes(tensor)
 
+    def _quantized_parts(self, job: Job, module: str) -> Iterator[Quantized]:
+        """The quantized weight in chunks of rows."""
+        planned, given = self._plan.linears[module], self._given(module)
+        dtype = self._layout.scale_dtype(self._source.info[job.name].dtype)
+        for part in self._parts(job.name, _chunk_rows(planned, self._chunk)):
+            if not torch.isfinite(part).all():
+                raise UserError(
+                    f"'{job.name}' holds NaN or infinite values; download the model again"
+                )
+            yield _quantize(part, planned, dtype, given)
+
     def _given(self, module: str) -> ScaleStore | QParams | None:
         """What the whole weight decides for each of its chunks."""
-        planned, dtype = self._plan.linears[module], self._source.info[f"{module}.weight"].dtype
+        planned = self._plan.linears[module]
+        dtype = self._layout.scale_dtype(self._source.info[f"{module}.weight"].dtype)
         spec = planned.scheme.weights
         if spec.scale_dtype == "e4m3":  # one global scale for what engines run as one linear
             peers = self._peers[module]
@@ -127,6 +144,16 @@ def _rows(source: TensorSource, name: str, start: int, stop: int) -> Tensor:
     if isinstance(source, Shards | FP8Source):
         return source.get_rows(name, start, stop)
     return source.get(name)[start:stop]  # one of a stack of experts
+
+
+def _joined(parts: list[Quantized]) -> Quantized:
+    """Chunks of rows as the weight that they are of; each row has scales of its own."""
+    zeros = [q.zero_point for q in parts if q.zero_point is not None]
+    return parts[0]._replace(
+        codes=torch.cat([q.codes for q in parts]),
+        scale=torch.cat([q.scale for q in parts]),
+        zero_point=torch.cat(zeros) if zeros else None,
+    )
 
 
 def _quantize(

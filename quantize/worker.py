@@ -14,14 +14,9 @@ from ..calib.layer_worker import InputGroup, LayerWorker
 from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import InputHook
 from .activations import fake_quantize_input, input_scale_of_peak
-from .checkpoint.compress import (
-    compress,
-    compress_input_scale,
-    decompress,
-    decompress_input_scale,
-)
 from .checkpoint.journal import Journal
 from .checkpoint.kv_config import scale_tensors
+from .checkpoint.layouts import NATIVE, Layout
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .linear_plan import Plan, PlannedLinear
@@ -51,8 +46,9 @@ class PassWorker(LayerWorker):
         journal: Journal,
         transforms: Sequence[Transform] = (),
         cache: KVCachePass | None = None,
+        layout: Layout = NATIVE,
     ) -> None:
-        self._model, self._plan, self._journal = model, plan, journal
+        self._model, self._plan, self._journal, self._layout = model, plan, journal, layout
         self._tensors: dict[str, Tensor] = {}
         self._report: dict[str, Any] = {}
         self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
@@ -141,13 +137,13 @@ class PassWorker(LayerWorker):
             if isinstance(module, nn.Linear) and self.wants(name):
                 scheme, stored_name = self._plan.linears[name].scheme, self.stored_name(name)
                 get = stored.__getitem__
-                q = decompress(stored_name, stored, get, scheme.weights)
+                q = self._layout.decompress(stored_name, stored, get, scheme.weights)
                 weights.put(f"{name}.weight", q.dequantize())
                 activations = scheme.input_activations
                 self._input_scales[name] = (
                     None
                     if activations is None
-                    else decompress_input_scale(stored_name, stored, get, activations)
+                    else self._layout.decompress_input_scale(stored_name, stored, get, activations)
                 )
         for name, _ in layer.named_parameters(prefix=layer_name):
             if not self.wants(name.rpartition(".")[0]) or not name.endswith(".weight"):
@@ -296,17 +292,19 @@ class PassWorker(LayerWorker):
     ) -> None:
         """Note what is stored for the linear `name`, and put its values into the module."""
         stored_name = self.stored_name(name)
-        self._tensors |= compress(stored_name, quantized, self._plan.linears[name].scheme)
+        scheme = self._plan.linears[name].scheme
+        self._tensors |= self._layout.compress(stored_name, quantized, scheme)
         self._report[name] = report
         self._kept[name] = quantized
         self._input_scales[name] = None
-        activations = self._plan.linears[name].scheme.input_activations
+        activations = scheme.input_activations
         if activations is not None and "channel_range" in group.statistics:
             peak = group.statistics["channel_range"].peak.amax()
             scale = input_scale_of_peak(peak, activations, quantized.scale.dtype)
             if scale is not None:
                 self._input_scales[name] = scale
-                self._tensors |= compress_input_scale(stored_name, activations, scale)
+                stored_scale = self._layout.compress_input_scale(stored_name, activations, scale)
+                self._tensors |= stored_scale
         self.weights.put(f"{name}.weight", quantized.dequantize())
 
     def _stored_module(self, name: str) -> str:
@@ -322,7 +320,7 @@ class PassWorker(LayerWorker):
     def _stacked(self, members: list[str]) -> tuple[Tensor, list[int], torch.dtype]:
         """The members' float32 weights in one, their heights, and the dtype that scales take."""
         originals = [self.weights.get(f"{name}.weight") for name in members]
-        dtype = self.weights.stored_dtype(f"{members[0]}.weight")
+        dtype = self._layout.scale_dtype(self.weights.stored_dtype(f"{members[0]}.weight"))
         return torch.cat(originals), [len(weight) for weight in originals], dtype
 
 

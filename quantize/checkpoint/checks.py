@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
-from ..quantized import Quantized
+from ..quantized import Quantized, plain_g_idx
 from ..spec import Group, QuantSpec, TensorWise
 
 Get = Callable[[str], Tensor]
@@ -59,11 +59,6 @@ def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | N
             "is damaged"
         )
     return None if torch.equal(g_idx, plain_g_idx(columns, spec).to(g_idx.device)) else g_idx
-
-
-def plain_g_idx(columns: int, spec: QuantSpec) -> Tensor:
-    """int32 [in]: the group of each column where groups are runs of columns."""
-    return torch.arange(columns, dtype=torch.int32) // -(-columns // spec.groups(columns))
 
 
 def checked(module: str, q: Quantized, scale_leaf: str, zero_leaf: str) -> Quantized:

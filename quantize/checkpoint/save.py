@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from ...calib.safetensors_file import DTYPES
 from ...calib.shards import INDEX, TensorSource
 from ...kernels.errors import UserError
 from ..spec import KVSpec, LayerScheme
-from .ct_config import config_from_schemes
 from .files import FileRecord, copy_file, fsync_folder, write_text
 from .journal import REPLACED, Journal
 from .kv_config import with_kv_cache
+from .layouts import NATIVE, Layout
 from .load import read_config
 from .manifest import MANIFEST, write_manifest
 from .raw import (
@@ -32,9 +32,28 @@ from .raw import (
 )
 
 REPORT = "quantization_report.json"
+OF_ITS_OWN = (  # files that say how the folder they lie in is stored
+    "config.json", INDEX, MANIFEST, REPORT, "quantize_config.json", "quant_config.json",
+)  # fmt: skip
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl",
 )  # fmt: skip
+
+
+class LinearStorage(NamedTuple):
+    """How a checkpoint's linears are stored.
+
+    schemes: quantized modules by the source's names. ignore: linears left alone. act_order: whether
+    some columns lie in no order of groups.
+    """
+
+    schemes: Mapping[str, LayerScheme]
+    ignore: list[str]
+    layout: Layout = NATIVE
+    act_order: bool = False
+
+    def quantization_config(self, version: str) -> dict[str, Any]:
+        return self.layout.config(self.schemes, self.ignore, version, self.act_order)
 
 
 def check_output(source: Path, out: Path, overwrite: bool) -> None:
@@ -75,8 +94,7 @@ def save_checkpoint(
     out: Path,
     journal: Journal,
     layers: list[str],
-    schemes: dict[str, LayerScheme],
-    ignore: list[str],
+    storage: LinearStorage,
     report: dict[str, Any],
     version: str,
     changed: Collection[str] = (),
@@ -84,26 +102,25 @@ def save_checkpoint(
     cache: KVSpec | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the compressed-tensors checkpoint `out` from the original tensors and the journal.
+    """Write the checkpoint `out` from the original tensors and the journal.
 
-    layers: names of the decoder layers, all finished. schemes: quantized modules by the source's
-    names. ignore: linears left alone. report: what is kept beside the weights, no times in it.
-    changed: tensors that the source hands out otherwise than the folder has them. config_changes:
-    keys of config.json that differ. cache: how keys and values are to be stored. max_shard_bytes:
-    of tensor data in a file, but for a tensor that is larger. One tensor is in memory at a time;
-    everything is made in a temporary folder that is renamed at the end.
+    layers: names of the decoder layers, all finished, their tensors as `storage` says. report: what
+    is kept beside the weights, no times in it. changed: tensors that the source hands out otherwise
+    than the folder has them. config_changes: keys of config.json that differ. cache: how keys and
+    values are to be stored. max_shard_bytes: of tensor data in a file, but for a tensor that is
+    larger. One tensor is in memory at a time; everything is made in a temporary folder that is
+    renamed at the end.
     """
     journal.check_source(source)
     folder = journal.folder / "assembled"
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
-    tensors = _all_tensors(source, journal, layers, set(schemes), set(changed))
+    tensors = _all_tensors(source, journal, layers, set(storage.schemes), set(changed))
     written = write_shards(folder, tensors, max_shard_bytes)
     complete_checkpoint(
-        source.folder, folder, out, schemes, ignore, report, version, config_changes, cache,
-        written.files,
-    )  # fmt: skip
+        source.folder, folder, out, storage, report, version, config_changes, cache, written.files
+    )
     journal.remove()
 
 
@@ -111,8 +128,7 @@ def complete_checkpoint(
     source: Path,
     folder: Path,
     out: Path,
-    schemes: dict[str, LayerScheme],
-    ignore: list[str],
+    storage: LinearStorage,
     report: dict[str, Any],
     version: str,
     config_changes: Mapping[str, Any] | None = None,
@@ -123,12 +139,15 @@ def complete_checkpoint(
     `out`. written: records of files that were hashed while they were written."""
     config = {**read_config(source), **(config_changes or {})}
     config.pop("quantization_config", None)
-    if schemes:
-        config["quantization_config"] = config_from_schemes(schemes, ignore, version)
+    files: dict[str, Any] = {"config.json": config, REPORT: report}
+    if storage.schemes:
+        quantization = storage.quantization_config(version)
+        config["quantization_config"] = quantization
+        files |= storage.layout.side_files(quantization)
     if cache is not None:
-        config = with_kv_cache(config, cache, version)
+        files["config.json"] = with_kv_cache(config, cache, version)
     known = {**(written or {}), **copy_side_files(source, folder)}
-    for name, value in (("config.json", config), (REPORT, report)):
+    for name, value in files.items():
         known[name] = write_text(folder / name, json.dumps(value, indent=2) + "\n")
     write_manifest(folder, known)
     fsync_folder(folder)
@@ -153,7 +172,7 @@ def copy_side_files(source: Path, folder: Path) -> dict[str, FileRecord]:
     """
     copied: dict[str, FileRecord] = {}
     for path in sorted(source.iterdir()):
-        if path.name not in ("config.json", INDEX, MANIFEST):
+        if path.name not in OF_ITS_OWN:
             _copy_side_file(path, path.name, folder, copied)
     return copied
 

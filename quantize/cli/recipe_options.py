@@ -12,6 +12,7 @@ import typer
 
 from ...kernels.errors import UserError
 from ..config_reading import read_yaml
+from ..layout_check import FORMATS, NATIVE
 from ..passes.settings import one_of
 from ..presets import Methods, preset_methods
 from ..recipe import Calibration, Execution, Recipe, WeightPass
@@ -95,6 +96,10 @@ def recipe_from_options(
             "by measured sensitivity.",
         ),
     ] = None,
+    layout: Annotated[
+        str | None,
+        _option(NATIVE, f"The checkpoint's layout: {', '.join(FORMATS)}.", "--format"),
+    ] = None,
     kv: Annotated[
         str | None, _option("none", "How the KV cache is to be stored: int8, fp8, int4, k4v2, ...")
     ] = None,
@@ -121,7 +126,8 @@ def recipe_from_options(
         int | None, _option(GPTQ.block_size, "Columns between lazy updates.", panel="GPTQ")
     ] = None,
     act_order: Annotated[
-        str | None, _option(GPTQ.act_order, "static or none.", panel="GPTQ")
+        str | None,
+        _option(GPTQ.act_order, "static, none or desc_act (GPTQ formats alone).", panel="GPTQ"),
     ] = None,
     static_groups: Annotated[
         bool | None,
@@ -152,6 +158,7 @@ def recipe_from_options(
         preset=preset,
         kv=kv,
         budget=budget,
+        layout=layout,
         settings=settings or [],
         gptq={
             "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
@@ -175,6 +182,7 @@ def build_recipe(
     preset: str | None = None,
     kv: str | None = None,
     budget: float | None = None,
+    layout: str | None = None,
     settings: Sequence[str] = (),
 ) -> Recipe:
     """The recipe file (or the defaults) with every option that is not None put in its place.
@@ -224,6 +232,8 @@ def build_recipe(
             _put_setting(data["passes"], method, name, value)
     if data.get("budget") and "bits" not in data["budget"]:
         raise UserError("--set budget.* says how bits are given out; say how many with --budget")
+    if layout is not None:
+        data["format"] = layout
     data["calibration"] |= _given(calibration)
     data["execution"] |= _given(execution)
     return Recipe.from_dict(data)

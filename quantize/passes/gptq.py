@@ -6,7 +6,8 @@ U the upper Cholesky factor of H^-1 (H^-1 = U^T U), rounding column j with error
 U_jj subtracts e * U_j,k from every later column k.
 
 This form: static activation order (columns in falling order of H's diagonal, groups stay in memory
-order, no g_idx), scales searched under that diagonal and fixed before the first column. Rows do not
+order, no g_idx; desc_act, where groups follow that order too, is the same problem with its columns
+moved), scales searched under that diagonal and fixed before the first column. Rows do not
 interact, so linears that share an input are stacked and solved at once. The weight is held
 transposed, [in, out], so that a column of the paper is a contiguous row here; updates beyond a
 block of columns are delayed to one matrix product ("lazy batch updates").
@@ -14,6 +15,7 @@ block of columns are delayed to one matrix product ("lazy batch updates").
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from ...kernels.affine import expand_groups, round_to_codes, values_of_codes
 from ...kernels.errors import UserError
-from ..quantized import Quantized, elements
+from ..quantized import Quantized, elements, plain_g_idx
 from ..ranges import QParams, choose_qparams, scale_store
 from ..spec import Block, Group, QuantSpec
 from .refine import refine
@@ -68,7 +70,7 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
     dead = diagonal <= 0
     mean = diagonal[~dead].mean() if not dead.all() else diagonal.new_tensor(1.0)
     diagonal[dead] = mean
-    if settings.act_order == "static":
+    if settings.act_order != "none":
         order = torch.argsort(diagonal.masked_fill(dead, 0), descending=True, stable=True)
     else:
         order = torch.arange(len(diagonal), device=hessian.device)
@@ -129,6 +131,8 @@ def gptq_quantize(
     """
     if not torch.isfinite(w).all():
         raise UserError("the weight holds NaN or infinite values: the model is damaged")
+    if settings.act_order == "desc_act":
+        return _grouped_by_order(w, factor, spec, scale_dtype, settings)
     columns = w.shape[1]
     size = _columns_a_group(spec, columns)
     importance = factor.diagonal if settings.scale_search == "hessian" else None
@@ -169,6 +173,29 @@ def gptq_quantize(
     if settings.refine_rounds:
         return GPTQResult(*refine(w, factor.damped(), quantized, settings.refine_rounds))
     return GPTQResult(quantized, error)
+
+
+def _grouped_by_order(
+    w: Tensor,
+    factor: Factor,
+    spec: QuantSpec,
+    scale_dtype: torch.dtype,
+    settings: GPTQSettings,
+) -> GPTQResult:
+    """Groups of columns that follow each other in processing order, told by g_idx."""
+    order = factor.order
+    moved = factor._replace(
+        hessian=factor.hessian[order][:, order],
+        order=torch.arange(len(order), device=order.device),
+        diagonal=factor.diagonal[order],
+    )
+    settings = replace(settings, act_order="none")
+    q, error = gptq_quantize(w[:, order], moved, spec, scale_dtype, settings)
+    codes, g_idx = torch.empty_like(q.codes), plain_g_idx(len(order), spec).to(order.device)
+    codes[:, order], moved_idx = q.codes, torch.empty_like(g_idx)
+    moved_idx[order] = g_idx
+    in_order = torch.equal(moved_idx, g_idx)
+    return GPTQResult(q._replace(codes=codes, g_idx=None if in_order else moved_idx), error)
 
 
 def _columns_a_group(spec: QuantSpec, columns: int) -> int:

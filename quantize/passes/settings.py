@@ -30,6 +30,8 @@ class GPTQSettings:
     dampening_frac: share of the mean of H's diagonal that is added to it, over 0.
     block_size: columns between two lazy updates.
     act_order: "static" processes columns in falling order of H's diagonal, "none" in memory order.
+        "desc_act" does so in falling order too and groups columns by it, which the GPTQ formats
+        alone can store (g_idx).
     static_groups: scales fixed before from the original weights; otherwise each group's are chosen
         from the current, error-compensated weights when its first column is reached.
     scale_search: "hessian" minimizes squared error weighted by H's diagonal, "minmax" takes the
@@ -41,7 +43,7 @@ class GPTQSettings:
 
     dampening_frac: float = 0.01
     block_size: int = 64
-    act_order: Literal["static", "none"] = "static"
+    act_order: Literal["static", "none", "desc_act"] = "static"
     static_groups: bool = True
     scale_search: Literal["hessian", "minmax"] = "hessian"
     input_correction: float = 0.0
@@ -57,7 +59,7 @@ class GPTQSettings:
                 f"dampening_frac must be over 0 and at most {MAX_DAMP}, got {self.dampening_frac}"
             )
         at_least_one("block_size", self.block_size)
-        one_of("act_order", self.act_order, ("static", "none"))
+        one_of("act_order", self.act_order, ("static", "none", "desc_act"))
         one_of("scale_search", self.scale_search, ("hessian", "minmax"))
         if self.act_order == "static" and not self.static_groups:
             raise UserError(

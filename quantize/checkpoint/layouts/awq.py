@@ -31,6 +31,8 @@ class AWQ(Layout):
     """4-bit weights with zero-points, of one group size."""
 
     name = "awq"
+    takes = "W4A16_ASYM or W4A16"
+    by_rows = False
     scale_leaf = "scales"
     leaves = frozenset({"qweight", "qzeros", "scales"})
 

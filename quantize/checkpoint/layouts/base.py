@@ -38,13 +38,17 @@ class Layout(ABC):
 
     name: what --format and --to call it. scale_leaf: of the tensor that holds a linear's scales,
     which every quantized linear has. leaves: of all tensors that stand in place of its weight (and
-    of its inputs' scales). optional_leaves: those of them that a reader can do without.
+    of its inputs' scales). optional_leaves: those of them that a reader can do without. takes: the
+    schemes that it holds, for people. by_rows: whether a weight's rows (and their scales) follow
+    each other in its tensors, so that it can be written piece by piece.
     """
 
     name: str
     scale_leaf: str
     leaves: frozenset[str]
     optional_leaves: frozenset[str] = frozenset()
+    takes: str
+    by_rows: bool = True
 
     @abstractmethod
     def claims(self, quantization: Mapping[str, Any]) -> bool:
@@ -65,6 +69,11 @@ class Layout(ABC):
 
         shape: [out, in] of its weight; None asks of the scheme alone.
         """
+
+    def risk(self, scheme: LayerScheme) -> str | None:
+        """What some weights of `scheme` come to that the layout cannot hold, although it holds
+        others; None where there is no such thing."""
+        return None
 
     def refusal_together(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         """Why the layout cannot hold these schemes in one checkpoint, None when it can."""

@@ -33,6 +33,7 @@ class CompressedTensors(Layout):
     """Every scheme that lowbit has; also several in one checkpoint (mixed-precision)."""
 
     name = "compressed-tensors"
+    takes = "every scheme"
     scale_leaf = "weight_scale"
     leaves = frozenset({
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",

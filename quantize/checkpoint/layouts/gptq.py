@@ -24,9 +24,9 @@ from torch import Tensor
 from ....calib.shards import TensorSource
 from ....kernels.errors import UserError
 from ....kernels.packing import pack_bits, packed_words, unpack_bits
-from ...quantized import Quantized
+from ...quantized import Quantized, plain_g_idx
 from ...spec import Channel, Group, LayerScheme, QuantSpec
-from ..checks import Get, checked, plain_g_idx, read_float_scale, read_g_idx, read_matrix
+from ..checks import Get, checked, read_float_scale, read_g_idx, read_matrix
 from .auto_round import published
 from .base import Layout, matrix_shape, modules_with
 from .gptq_config import gptq_config, read_schemes
@@ -38,6 +38,8 @@ SAMPLED = 8  # modules whose zero-points are looked at to tell the version
 class GPTQ(Layout):
     """One of the two versions, which differ in their zero-points alone."""
 
+    takes = "W2A16, W3A16, W4A16, W8A16 or one with _ASYM"
+    by_rows = False
     scale_leaf = "scales"
     leaves = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     optional_leaves = frozenset({"g_idx"})
@@ -65,6 +67,11 @@ class GPTQ(Layout):
         if not isinstance(spec.granularity, Channel | Group):
             return f"{self.name} holds scales of groups or channels, not {spec.granularity}"
         return None if shape is None else self._shape_refusal(spec, shape)
+
+    def risk(self, scheme: LayerScheme) -> str | None:
+        if self.version == 2 or scheme.weights.symmetric:
+            return None
+        return "asymmetric ranges may have zero-points of 0, which version 1 cannot store"
 
     def _shape_refusal(self, spec: QuantSpec, shape: tuple[int, int]) -> str | None:
         unit = 32 if spec.num_bits == 3 else 32 // spec.num_bits

@@ -26,6 +26,7 @@ class HFFP8(Layout):
     """8-bit floats with scales of blocks, inputs quantized in groups as wide as these."""
 
     name = "fp8"
+    takes = "FP8_BLOCK"
     scale_leaf = "weight_scale_inv"
     leaves = frozenset({"weight", "weight_scale_inv"})
 
