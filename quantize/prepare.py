@@ -80,21 +80,33 @@ def streamed_linears(folder: Path, config: dict[str, Any]) -> tuple[TensorSource
 
 
 def open_for_passes(
-    folder: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    verify: bool = True,
 ) -> tuple[LayeredModel, RotatedSource | None]:
-    """The model layer by layer, rotated where the recipe says so."""
+    """The model layer by layer, rotated where the recipe says so.
+
+    verify: whether the rotation is tried on layers, which reads their weights.
+    """
     rotate = next((t.rotate for t in recipe.transforms if t.method == "rotate"), None)
     plain = open_model(folder, dtype, device)
     if rotate is None:
         return plain, None
-    return rotated_model(folder, rotate, dtype, device, open_source(folder), plain.config)
+    source = open_source(folder)
+    return rotated_model(folder, rotate, dtype, device, source, plain.config, verify)
 
 
 def forward_dtype(
-    recipe: Recipe, device: torch.device, folder: Path, out: Path, restart: bool
+    recipe: Recipe,
+    device: torch.device,
+    folder: Path,
+    out: Path | None = None,
+    restart: bool = False,
 ) -> torch.dtype:
     """The forward passes' dtype; an unfinished run keeps what it began with where it is "auto"."""
-    begun = None if restart else unfinished_identity(out)
+    begun = None if restart or out is None else unfinished_identity(out)
     name = recipe.execution.dtype
     if begun is not None and name == "auto" and begun.get("dtype") in DTYPES:
         name = begun["dtype"]
@@ -104,13 +116,22 @@ def forward_dtype(
     return resolve_dtype(name, device, widest.dtype)
 
 
-def calibration_rows(model: LayeredModel, recipe: Recipe) -> tuple[Tensor, Text]:
-    calibration = recipe.calibration
+def check_seq_len(model: LayeredModel, recipe: Recipe) -> None:
+    """UserError where calibration rows are longer than the model takes."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and calibration.seq_len > limit:
-        raise UserError(
-            f"seq_len {calibration.seq_len} exceeds the model's {limit} positions; lower --seq-len"
-        )
+    seq_len = recipe.calibration.seq_len
+    if limit is not None and seq_len > limit:
+        raise UserError(f"seq_len {seq_len} exceeds the model's {limit} positions; lower --seq-len")
+
+
+def calibration_rows(model: LayeredModel, recipe: Recipe) -> tuple[Tensor, Text]:
+    """Token ids int64 [samples, seq_len] of the recipe's calibration text, and the text.
+
+    UserError where the text cannot be had or is too short, and where the rows or their tokens are
+    not the model's.
+    """
+    check_seq_len(model, recipe)
+    calibration = recipe.calibration
     tokenizer = load_tokenizer(model.folder)
     text = load_text(calibration.source, "calibration", tokenizer)
     seed = calibration.seed if calibration.shuffle else None

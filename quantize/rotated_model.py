@@ -40,10 +40,12 @@ def rotated_model(
     device: str | torch.device = "cpu",
     source: TensorSource | None = None,
     config: Any = None,
+    verify: bool = True,
 ) -> tuple[LayeredModel, RotatedSource]:
     """The model in `folder` under R1 and R2, and its tensors.
 
-    source, config: in place of the folder's own. Raises UserError for a model that the rotation
+    source, config: in place of the folder's own. verify: whether it is run before and after, which
+    reads weights; without, names alone decide. Raises UserError for a model that the rotation
     cannot be fused into, before any of it is quantized.
     """
     plain = Shards(folder) if source is None else source
@@ -54,7 +56,8 @@ def rotated_model(
         for key, value in rotated.config_changes.items():
             setattr(part, key, value)
     model = LayeredModel(folder, torch.float32, device, rotated, config)
-    check_rotation(original, model, rotated)
+    if verify:
+        check_rotation(original, model, rotated)
     if dtype != torch.float32:
         model = LayeredModel(folder, dtype, device, rotated, config)
     return model, rotated
