@@ -164,8 +164,9 @@ def _without_data(
         with torch.inference_mode(), model.loaded(name) as layer:
             if not worker.restore(name, layer):
                 worker.begin(name, layer)
-                for linear_name, linear in wanted_linears(name, layer, worker.wants).items():
-                    worker.quantize(InputGroup({linear_name: linear}, {}))
+                linears = wanted_linears(name, layer, worker.wants)
+                for members in worker.peers(list(linears)):
+                    worker.quantize(InputGroup({n: linears[n] for n in members}, {}))
                 worker.finish(name, [])
         progress(name)
 

@@ -59,6 +59,11 @@ class LayerWorker(Wants, Protocol):
     def begin(self, layer_name: str, layer: nn.Module) -> None:
         """Called with each loaded layer that is not finished, before all else."""
 
+    def peers(self, names: list[str]) -> list[list[str]]:
+        """`names` in the groups that `quantize` is to be given where no data shows which of them
+        share an input."""
+        return [[name] for name in names]
+
     def quantize(self, group: InputGroup) -> None:
         """Quantize the group's linears and put the values that are stored into their weights."""
         ...

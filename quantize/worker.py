@@ -19,6 +19,7 @@ from .checkpoint.kv_config import scale_tensors
 from .checkpoint.layouts import NATIVE, Layout
 from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
+from .linear_names import fused_peers
 from .linear_plan import Plan, PlannedLinear
 from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
 from .passes.hqq import hqq_quantize
@@ -75,6 +76,9 @@ class PassWorker(LayerWorker):
     def begin(self, layer_name: str, layer: nn.Module) -> None:
         self._layer = layer_name
         self.weights = LayerWeights(self._model, layer_name, layer)
+
+    def peers(self, names: list[str]) -> list[list[str]]:
+        return fused_peers(names)
 
     def quantize(self, group: InputGroup) -> None:
         for members in _by_pass(group.linears, self._plan):

@@ -21,6 +21,7 @@ from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.expert_calibration import dampened, why_rounded
 from lowbit.quantize.fold_search import find_folds
 from lowbit.quantize.folds import Fold, NoFold
+from lowbit.quantize.linear_names import fused_peers
 from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import GPTQSettings, RTNSettings
@@ -322,6 +323,20 @@ def test_no_expert_stays_unquantized_without_data(
     assert not [n for n, i in checkpoint.shards.info.items() if len(i.shape) == 3]
     expected = logits(fake_quantized(source, out))
     torch.testing.assert_close(logits(load_scorer(out).model), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fused_projections_share_a_scale_without_data(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    quantize(folder("mixtral"), out, WeightPass("rtn", "NVFP4A16"))
+    tensors = Shards(out)
+    suffix = ".weight_global_scale"
+    modules = [n.removesuffix(suffix) for n in tensors.names() if n.endswith(suffix)]
+    groups = [g for g in fused_peers(modules) if len(g) > 1]
+    assert len(groups) == 2 + 2 * EXPERTS  # q/k/v and each expert's w1/w3 in two layers
+    for group in groups:
+        assert len({float(tensors.get(n + suffix)) for n in group}) == 1, group
 
 
 def test_scales_move_within_an_expert_and_not_past_a_router(folder: Callable[[str], Path]) -> None:
