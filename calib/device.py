@@ -30,12 +30,6 @@ def resolve_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch
     return torch.bfloat16 if ratio >= WORTH_IT else torch.float32
 
 
-def matmul_flops(dtype: torch.dtype) -> float:
-    """Operations a second of a matrix product on the CPU, the best of a few short timings."""
-    a, b = (torch.ones(PROBE, PROBE, dtype=dtype) for _ in range(2))
-    return 2 * PROBE**3 / min(_timed(a, b) for _ in range(REPEATS))
-
-
 def _timed(a: Tensor, b: Tensor) -> float:
     start = time.perf_counter()
     torch.nn.functional.linear(a, b)

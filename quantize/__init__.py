@@ -12,11 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .planning.make import plan
     from .runner import quantize_model as run
 
-__all__ = ["run"]
+__all__ = ["plan", "run"]
 
-FACE = {"run": ("runner", "quantize_model")}  # name -> module, function
+FACE = {  # name -> module, function
+    "plan": ("planning.make", "plan"),
+    "run": ("runner", "quantize_model"),
+}
 
 
 def __getattr__(name: str) -> Any:

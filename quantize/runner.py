@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..calib.device import matmul_flops
 from ..calib.experts import split_modules
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
@@ -27,7 +26,8 @@ from .checkpoint.layouts import layout_named
 from .checkpoint.load import read_config
 from .checkpoint.save import LinearStorage, check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
-from .linear_plan import Plan, make_plan, settled_recipe
+from .linear_plan import make_plan, settled_recipe
+from .planning.foresee import Outline, foresee_run
 from .prepare import calibration_rows, can_stream, forward_dtype, open_for_passes, stacks_experts
 from .recipe import Recipe, WeightPass
 from .run_result import RunResult
@@ -35,7 +35,6 @@ from .sizes import MAX_SHARD_SIZE, parse_size
 from .stream import stream_quantize
 from .worker import PassWorker
 
-OVERHEAD = 2.0  # attention, elementwise work and the solver, over the matrix products alone
 Say = Callable[[str], None]
 
 
@@ -74,6 +73,11 @@ def quantize_model(
     recipe = with_all_tokens(asked, plan, split_modules(model.model))
     calibrated = bool(recipe.needs) or recipe.budget is not None
     rows, text = calibration_rows(model, recipe) if calibrated else (None, None)
+    outline = Outline(
+        plan, recipe, model.shards.info, read_config(folder), model,
+        0 if rows is None else len(rows), where,
+    )  # fmt: skip
+    foreseen = foresee_run(outline, out, time.perf_counter() - start, restart)
     journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
     if rows is not None and recipe.execution.dtype == "auto":
@@ -86,7 +90,7 @@ def quantize_model(
         notes.append(f"calibration: {text.description}")
     if journal.resumed:
         notes.append(f"resuming after {journal.resumed} finished layers")
-    for note in [*notes, *_estimate(model, plan, recipe, rows)]:
+    for note in [*notes, foreseen.sentence()]:
         say(note)
     budget = None
     if recipe.budget is not None:
@@ -147,22 +151,6 @@ def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("lowbit", "torch", "transformers")},
     }
-
-
-def _estimate(model: LayeredModel, plan: Plan, recipe: Recipe, rows: Tensor | None) -> list[str]:
-    """A sentence on how long the run will take, from its multiplications and this CPU's speed."""
-    if rows is None or model.device.type != "cpu":
-        return []
-    passes = 1 if recipe.execution.order == "sequential" else 2
-    forward = sum(out * columns for out, columns in (p.shape for p in plan.linears.values()))
-    hessians = {
-        (n.rpartition(".")[0], p.shape[1]): p.shape[1] ** 2 for n, p in plan.linears.items()
-    }
-    rate = matmul_flops(model.dtype), matmul_flops(torch.float32)
-    tokens = rows.numel()
-    seconds = 2 * tokens * (passes * forward / rate[0] + sum(hessians.values()) / rate[1] / 2)
-    seconds *= OVERHEAD
-    return [f"about {seconds / 60:.1f} minutes on this machine ({tokens} tokens)"]
 
 
 def _damping_raised(report: dict[str, Any], taken_by: WeightPass) -> bool:

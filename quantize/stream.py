@@ -40,6 +40,7 @@ from .checkpoint.save import LinearStorage, check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
 from .fp8_source import FP8Source
 from .linear_plan import Plan, plan_linears, settled_recipe
+from .planning.foresee import Outline, foresee_run
 from .prepare import can_stream, streamed_linears
 from .recipe import Recipe
 from .run_result import RunResult
@@ -78,6 +79,8 @@ def stream_quantize(
     layout = layout_named(recipe.format)
     jobs = _jobs(source, plan, layout)
     shards = split_shards((s for job in jobs for s in job.slots), max_shard_bytes)
+    outline = Outline(plan, recipe, source.info, config, None, 0, where)
+    foreseen = foresee_run(outline, out, time.perf_counter() - start, restart)
     journal = Journal(out, _identity(source, config, recipe, where, max_shard_bytes), restart)
     output = StreamOutput(journal.folder, shards)
     notes = list(plan.notes)
@@ -85,7 +88,7 @@ def stream_quantize(
         notes.append("the model is stored in FP8: dequantized as it is read")
     if output.finished:
         notes.append(f"resuming after {len(output.finished)} of {len(jobs)} tensors")
-    for note in notes:
+    for note in [*notes, foreseen.sentence()]:
         say(note)
     _convert(jobs, Converter(source, plan, where, layout), output)
     journal.check_source(source)

@@ -16,6 +16,7 @@ from .eval import evaluate
 from .export import export
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
 from .run import run
 
 _MORE_SPACE = "free some or choose another place"
@@ -51,6 +52,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(plan)
 app.command()(run)
 app.command()(inspect)
 app.command()(generate)

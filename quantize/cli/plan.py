@@ -1,0 +1,98 @@
+"""`quantize plan`: what a run would give, need and take, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..recipe import Recipe
+from .common import print_json, say
+from .recipe_options import takes_recipe
+
+if TYPE_CHECKING:
+    from ..planning.modules import ModulePlan
+    from ..planning.report import PlanReport
+
+
+@takes_recipe
+def plan(
+    model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
+    chosen: Recipe,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Where a run would write: checked, nothing is made."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="An existing checkpoint may be replaced.")
+    ] = False,
+    no_timing: Annotated[
+        bool, typer.Option("--no-timing", help="Leave the machine unmeasured: no estimate of time.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="A line for every linear.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+) -> None:
+    """Say what a quantization would give, need and take; read no weight and write nothing.
+
+    Takes the options of `quantize run`, refuses what that refuses, and says of each linear who can
+    run it and why not, for how many devices it can be cut, and what to change.
+
+    Example: quantize plan ./SmolLM2-135M-Instruct --scheme W4A16 --group-size 64
+    """
+    from ..planning.make import plan as make_plan
+
+    report = make_plan(model, chosen, out, device, overwrite, timed=not no_timing)
+    if as_json:
+        print_json(as_plain(report))
+        return
+    from rich.console import Console
+
+    from .plan_table import advice_table, module_table, total_table
+
+    for note in report.notes:
+        say(note)
+    terminal = Console()
+    terminal.print(module_table(report, every))
+    terminal.print(total_table(report))
+    if report.advice:
+        terminal.print(advice_table(report))
+
+
+def as_plain(report: PlanReport) -> dict[str, Any]:
+    """The report as one JSON object: schemes in words, reasons by program."""
+    foresight = report.foresight
+    return {
+        "model": report.model, "recipe": report.recipe.to_dict(), "format": report.layout,
+        "device": report.device, "dtype": report.dtype, "streamed": report.streamed,
+        "modules": [_module(m) for m in report.modules],
+        "unlike_peers": [list(p.modules) for p in report.peers],
+        "tied_bytes": report.tied_bytes,
+        "tensor_parallel": {str(n): fits for n, fits in report.devices().items()},
+        "size": foresight.totals._asdict(),
+        "memory": foresight.memory._asdict(),
+        "disk_bytes": foresight.disk_bytes,
+        "time": None if foresight.time is None else {
+            "seconds": foresight.time.seconds, "parts": foresight.time.parts,
+        },
+        "notes": report.notes,
+        "advice": [a._asdict() for a in report.advice],
+    }  # fmt: skip
+
+
+def _module(m: ModulePlan) -> dict[str, Any]:
+    from .inspect import describe_scheme
+
+    return {
+        **asdict(m),
+        "scheme": None if m.scheme is None else describe_scheme(m.scheme),
+        "cuts": {str(n): why for n, why in m.cuts.items()},
+        **{
+            program: None if answer is None else answer._asdict()
+            for program, answer in (
+                ("lowbit", m.lowbit), ("vllm", m.vllm), ("llama_cpp", m.llama_cpp)
+            )
+        },
+    }  # fmt: skip

@@ -1,0 +1,109 @@
+"""How much memory a run holds at its peak, counted from shapes. Nothing is measured here.
+
+A run holds one decoder layer, its statistics, what a solver makes of them, and the hidden states of
+all calibration rows. In sequence, every batch of rows also waits half-way through the layer with
+what it has computed so far. Each moment of a run is added up; the peak is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..recipe import Recipe
+from .rates import solved_by_gptq
+from .work import Problem, Work
+
+FLOAT = 4  # bytes of a float32
+MOMENTS = 6  # square matrices of an input's width while its second moments are factored
+SOLVED_BYTES = 18  # of each weight that is solved: master, transposed copy, codes, value
+LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
+TEMPORARIES = 4  # copies of a batch's widest activations while a layer runs
+STREAMED_BYTES = 160 << 20  # chunks and file buffers of a streamed run
+CUDA_HOST_BYTES = 2 << 30  # what CUDA's libraries take of the host's memory
+
+
+class ModelBytes(NamedTuple):
+    """Bytes in the dtype of forward passes. layer: of the largest decoder layer, as it is loaded;
+    stored: as it lies on disk; outside: of all parameters outside the decoder layers but the head;
+    head: of an output head that is quantized, in float32, 0 without one; itemsize: of a number."""
+
+    layer: int
+    stored: int
+    outside: int
+    head: int
+    itemsize: int
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes at the peak. host, device: peak; a CPU run holds all on the host, device is 0. parts:
+    of what is counted (without what the process held before), at the worst moment."""
+
+    host: int
+    device: int
+    parts: dict[str, int]
+
+
+def estimate_memory(work: Work, model: ModelBytes, held: int, on_device: bool) -> MemoryEstimate:
+    """held: what the process holds before the run begins. on_device: the run is not on the CPU."""
+    streamed = [{"chunks and buffers": STREAMED_BYTES}]
+    moments = streamed if work.streamed else list(_moments(work, model))
+    worst = max(moments, key=lambda parts: sum(parts.values()))
+    counted = sum(worst.values())
+    if not on_device:
+        return MemoryEstimate(held + counted, 0, worst)
+    host = held + CUDA_HOST_BYTES + max(model.stored, model.outside)
+    return MemoryEstimate(host, counted, worst)
+
+
+def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
+    """What is held while the embedding is at work, in each stop of a layer, and at the head."""
+    states = work.tokens * work.hidden * model.itemsize
+    followed = 1 + _follows_float_model(work.recipe)
+    yield {"embeddings": model.outside, "hidden states": states}
+    layer = {"layer": model.layer + model.stored, "hidden states": 2 * states * followed}
+    for p in work.problems:
+        yield {
+            **layer,
+            "waiting batches": _waiting(p, work, model) * followed,
+            "statistics": _statistics(p, work),
+            "solver": _solver(p),
+            "a batch at work": _batch(p, work, model),
+        }
+    if model.head:
+        yield {"head": 5 * model.head, "hidden states": states}
+
+
+def _follows_float_model(recipe: Recipe) -> bool:
+    whole = any(p.method == "signround" for p in recipe.weight_passes)
+    return whole or "input_shift" in recipe.needs
+
+
+def _waiting(p: Problem, work: Work, model: ModelBytes) -> int:
+    """Batches in front of the problem's linears: what they read there."""
+    in_step = work.recipe.execution.order == "sequential" and bool(work.rows)
+    return int(work.tokens * p.share * p.columns * model.itemsize) if in_step else 0
+
+
+def _statistics(p: Problem, work: Work) -> int:
+    """Second moments: of the problem, or of a whole layer where transforms look at all at once."""
+    if "hessian" not in work.recipe.needs:
+        return 0
+    own = FLOAT * p.columns**2 * (2 if "input_shift" in work.recipe.needs else 1)
+    if all("hessian" not in t.needs for t in work.recipe.transforms):
+        return own
+    layers = max(1, work.layers)
+    return sum(FLOAT * q.columns**2 * -(-q.count // layers) for q in work.problems)
+
+
+def _solver(p: Problem) -> int:
+    if not solved_by_gptq(p):
+        return LEAN_BYTES * p.weights
+    return FLOAT * MOMENTS * p.columns**2 + SOLVED_BYTES * p.weights
+
+
+def _batch(p: Problem, work: Work, model: ModelBytes) -> int:
+    """The widest activations of one batch."""
+    rows = min(work.recipe.execution.batch_size, work.rows)
+    wide = max(p.columns, p.rows if p.share == 1 else p.columns)
+    return TEMPORARIES * rows * work.seq_len * wide * model.itemsize
