@@ -7,11 +7,15 @@ transformers would merge or split on loading (fused experts) are not converted h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
+"""Buffers that older checkpoints hold and models compute by themselves now."""
 
 
 def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
@@ -28,6 +32,12 @@ def names_in_model(model: Any, stored: Iterable[str]) -> dict[str, str]:
         known = (c for c in candidates if c.rpartition(".")[0] in modules)
         names[name] = next(known, renamed)
     return names
+
+
+def is_ignored(model: Any, name: str) -> bool:
+    """Whether transformers leaves the stored tensor `name` aside without a word."""
+    unexpected = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(p, name) for p in (OUTDATED, *unexpected))
 
 
 def merges_on_loading(model: Any) -> bool:

@@ -7,7 +7,6 @@ must be the same set.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,16 +16,13 @@ from tqdm import tqdm
 
 from ..kernels.errors import UserError
 from ..kernels.linear_ops import LinearProblem
-from ..kernels.names import merges_on_loading, names_in_model
+from ..kernels.names import is_ignored, merges_on_loading, names_in_model
 from ..quantize.checkpoint.ct_config import quantizes_outputs
 from ..quantize.checkpoint.kv_config import scale_names
 from ..quantize.checkpoint.load import Checkpoint
 from ..quantize.linear_problem import linear_problem
 from ..quantize.spec import LayerScheme
 from .linear import LinearReport, PackedLinear
-
-OUTDATED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|masked_bias)$")
-"""Buffers that older checkpoints hold and models compute by themselves now."""
 
 
 class Filler:
@@ -175,8 +171,7 @@ class Filler:
 
     def _check_unused(self) -> None:
         """UserError when the checkpoint holds tensors that the model has no place for."""
-        patterns = [OUTDATED, *map(re.compile, self.model._keys_to_ignore_on_load_unexpected or ())]
-        unexpected = [n for n in self._unused if not any(p.search(n) for p in patterns)]
+        unexpected = [n for n in self._unused if not is_ignored(self.model, n)]
         if unexpected:
             raise UserError(
                 f"{self.folder} holds {len(unexpected)} tensors that its model "

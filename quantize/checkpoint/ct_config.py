@@ -21,6 +21,7 @@ from ..spec import (
     TensorWise,
     Token,
 )
+from .patterns import name_pattern
 
 READABLE_FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
@@ -181,7 +182,8 @@ def _read_group(group: dict[str, Any], fmt: str | None) -> tuple[list[str], Laye
         raise UserError(f"stored as '{fmt}'; readable: {', '.join(READABLE_FORMATS)}")
     targets = [str(t) for t in group["targets"]]
     for target in targets:
-        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        if target.startswith("re:"):
+            name_pattern(target[3:])
     activations = group.get("input_activations")
     return targets, LayerScheme(
         args_to_spec(group["weights"]), args_to_spec(activations) if activations else None
@@ -193,7 +195,7 @@ def scheme_for_module(
 ) -> LayerScheme | None:
     """The scheme that claims `module` (a linear): exact name, then regex, then class name."""
     exact = lambda t: t == module  # noqa: E731
-    pattern = lambda t: t.startswith("re:") and re.match(t[3:], module) is not None  # noqa: E731
+    pattern = lambda t: t.startswith("re:") and name_pattern(t[3:]).match(module)  # noqa: E731
     by_class = lambda t: t == "Linear"  # noqa: E731
     for claims in (exact, pattern, by_class):
         for targets, scheme in groups:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ....kernels.errors import UserError
 from ...spec import Channel, Granularity, Group, LayerScheme, QuantSpec
+from ..patterns import NamePattern, name_pattern
 
 FUSED_NAMES = {
     ("q_proj", "k_proj", "v_proj"): "qkv_proj",
@@ -92,23 +93,23 @@ def _scheme(facts: Mapping[str, Any]) -> LayerScheme:
     return LayerScheme(QuantSpec(bits, "int", granularity, bool(facts.get("sym", True))))
 
 
-def _compiled(dynamic: Mapping[str, Any]) -> list[tuple[re.Pattern[str], bool, dict[str, Any]]]:
+def _compiled(dynamic: Mapping[str, Any]) -> list[tuple[NamePattern, bool, dict[str, Any]]]:
     """(pattern, whether its modules are quantized, what differs) of each exception."""
     return [
-        (re.compile(key.removeprefix("-:").removeprefix("+:")), not key.startswith("-:"), differs)
+        (name_pattern(key.removeprefix("-:").removeprefix("+:")), not key.startswith("-:"), differs)
         for key, differs in dynamic.items()
     ]
 
 
 def _override(
-    module: str, dynamic: list[tuple[re.Pattern[str], bool, dict[str, Any]]]
+    module: str, dynamic: list[tuple[NamePattern, bool, dict[str, Any]]]
 ) -> dict[str, Any]:
     for pattern, quantized, differs in dynamic:
         if pattern.match(module):
             if not quantized:
                 raise UserError(
                     f"'{module}' is stored quantized, but quantization_config's dynamic leaves it "
-                    f"alone (-:{pattern.pattern})"
+                    f"alone (-:{pattern.text})"
                 )
             return {k: v for k, v in differs.items() if k in ("bits", "group_size", "sym")}
     return {}
