@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..kernels.errors import UserError
+from ..quantize.kv_names import describe_kv
 from .engine import Engine, EngineStats
 from .kv_formats import resolve_kv
 from .linear import LinearReport
@@ -63,6 +64,11 @@ class LLM:
     def stats(self) -> EngineStats:
         """Tokens and seconds of prefill and decode since the model was loaded."""
         return self._engine.stats
+
+    @property
+    def kv_cache(self) -> str:
+        """How keys and values are stored, in words."""
+        return describe_kv(self._engine.kv.spec) if self._engine.kv else "as computed"
 
     def linear_report(self) -> list[LinearReport]:
         """For every packed linear: its kernel, and why those before it in the table declined."""

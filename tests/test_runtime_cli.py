@@ -69,3 +69,20 @@ def test_sampling_options_arrive(checkpoint):
     expected = LLM(checkpoint).generate("hi", params)[0].outputs[0]
     told = json.loads(run(str(checkpoint), "hi", *options, "--json").stdout)
     assert told["token_ids"] == expected.token_ids and told["text"] == expected.text
+
+
+def test_the_format_of_the_cache_arrives_and_is_named(checkpoint):
+    options = (
+        str(checkpoint),
+        "hi",
+        "--max-tokens",
+        "40",
+        "--ignore-eos",
+        "--no-chat",
+        "--verbose",
+    )
+    params = SamplingParams(40, 0.0, ignore_eos=True)
+    expected = LLM(checkpoint, kv_cache_dtype="k2v2").generate("hi", params)[0].outputs[0].text
+    rounded, plain = run(*options, "--kv", "k2v2"), run(*options)
+    assert rounded.stdout == expected + "\n" != plain.stdout
+    assert "KV cache: K int2" in rounded.stderr and "KV cache: as computed" in plain.stderr

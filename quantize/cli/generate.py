@@ -35,6 +35,13 @@ def generate(
         str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
     ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Format of the KV cache: int8, int4, k4v2, fp8_dynamic, ... (docs/methods.md),"
+            " model: none, auto: as the checkpoint says."
+        ),
+    ] = "auto",
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
@@ -48,7 +55,7 @@ def generate(
     from ...runtime import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
-    llm = LLM(model_folder(model), device, dtype)
+    llm = LLM(model_folder(model), device, dtype, kv_cache_dtype=kv)
     for warning in llm.warnings:
         say(warning)
     if verbose:
@@ -86,6 +93,7 @@ def _as_object(llm: LLM, result: RequestOutput) -> dict[str, Any]:
 def _describe(llm: LLM) -> str:
     """Device, dtype, and a line for each kind of packed linear: its kernel and why not another."""
     lines = [f"{type(llm.model).__name__} on {llm.device} in {str(llm.dtype)[6:]}"]
+    lines.append(f"  KV cache: {llm.kv_cache}")
     kinds: dict[str, list[int]] = {}
     for report in llm.linear_report():
         p = report.problem
