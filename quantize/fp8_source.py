@@ -72,7 +72,7 @@ class FP8Source:
         self.folder = Path(folder)
         self._shards = Shards(self.folder)
         config = read_config(self.folder)
-        dtype = _model_dtype(config)
+        dtype = model_dtype(config)
         stored = self._shards.info
         self._scales = {
             f"{module}.weight": name
@@ -140,7 +140,7 @@ def _is_fp8(dtype: torch.dtype) -> bool:
     return dtype == torch.float8_e4m3fn
 
 
-def _model_dtype(config: dict[str, Any]) -> torch.dtype:
+def model_dtype(config: dict[str, Any]) -> torch.dtype:
     """What a model's weights were before; bfloat16 where config.json does not say."""
     for part in (config, config.get("text_config") or {}):
         named = part.get("dtype") or part.get("torch_dtype")

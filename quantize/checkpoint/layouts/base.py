@@ -38,17 +38,22 @@ class Layout(ABC):
 
     name: what --format and --to call it. scale_leaf: of the tensor that holds a linear's scales,
     which every quantized linear has. leaves: of all tensors that stand in place of its weight (and
-    of its inputs' scales). optional_leaves: those of them that a reader can do without. takes: the
-    schemes that it holds, for people. by_rows: whether a weight's rows (and their scales) follow
-    each other in its tensors, so that it can be written piece by piece.
+    of its inputs' scales). optional_leaves: those of them that a reader can do without. g_idx_leaf:
+    of the tensor that names each column's group, None where there is none; writes_g_idx: whether
+    such columns are still written. takes: the schemes that it holds, for people. by_rows: whether a
+    weight's rows (and their scales) follow each other in its tensors, so that it can be written
+    piece by piece. any_scale_dtype: whether scales may be stored in any float.
     """
 
     name: str
     scale_leaf: str
     leaves: frozenset[str]
     optional_leaves: frozenset[str] = frozenset()
+    g_idx_leaf: str | None = None
+    writes_g_idx: bool = False
     takes: str
     by_rows: bool = True
+    any_scale_dtype: bool = False
 
     @abstractmethod
     def claims(self, quantization: Mapping[str, Any]) -> bool:

@@ -34,6 +34,8 @@ class CompressedTensors(Layout):
 
     name = "compressed-tensors"
     takes = "every scheme"
+    any_scale_dtype = True
+    g_idx_leaf = "weight_g_idx"  # of files by which columns were once ordered
     scale_leaf = "weight_scale"
     leaves = frozenset({
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
@@ -48,6 +50,8 @@ class CompressedTensors(Layout):
         self, quantization: Mapping[str, Any], source: TensorSource
     ) -> dict[str, LayerScheme]:
         groups = schemes_from_config(dict(quantization), source.folder)
+        for key in ("transform_config", "sparsity_config"):
+            _check_absent(key, quantization, source)
         modules = modules_with(self.scale_leaf, source)
         unscaled = set(modules_with("weight_packed", source)) - set(modules)
         if unscaled:
@@ -119,3 +123,14 @@ class CompressedTensors(Layout):
 
     def input_scale_leaf(self, spec: QuantSpec) -> str | None:
         return input_scale_name(spec)
+
+
+def _check_absent(key: str, quantization: Mapping[str, Any], source: TensorSource) -> None:
+    """UserError where weights are not what they are worth: rotated at run time, or sparse."""
+    value = quantization.get(key)
+    if value and value != {"format": "dense"}:
+        what = {"transform_config": "rotates at run time", "sparsity_config": "stores sparse"}[key]
+        raise UserError(
+            f"{source.folder} {what} ({key} of config.json), which lowbit does not read; give the "
+            "original model to `quantize run`"
+        )

@@ -40,6 +40,8 @@ class GPTQ(Layout):
 
     takes = "W2A16, W3A16, W4A16, W8A16 or one with _ASYM"
     by_rows = False
+    g_idx_leaf = "g_idx"
+    writes_g_idx = True
     scale_leaf = "scales"
     leaves = frozenset({"qweight", "qzeros", "scales", "g_idx"})
     optional_leaves = frozenset({"g_idx"})
