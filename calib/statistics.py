@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.triangular import mirror_upper_
+
 TOKENS_A_BATCH = 128  # kept by TokenSample
 STRIPS = 6  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
 WIDE = 512  # columns from which strips save more than their smaller products cost
@@ -33,9 +35,11 @@ class Hessian:
 
     def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
         self._sum = torch.zeros(in_features, in_features, device=device)
+        self._mean: Tensor | None = None
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
+        assert self._mean is None, "the sum has become the mean"
         flat = x.reshape(-1, x.shape[-1])
         columns = flat.shape[1]
         strip = -(-columns // STRIPS) if columns >= WIDE else columns
@@ -48,9 +52,12 @@ class Hessian:
                 add_product(self._sum[i : i + strip, i:], left, chunk[:, i:], exact)
 
     def mean(self) -> Tensor:
-        """H, symmetric: the lower triangle mirrors the upper one."""
-        upper = self._sum.triu()
-        return (upper + upper.triu(1).T) / max(1, self.tokens)
+        """H, symmetric, in the sum's own memory: nothing can be added any more, and it is the same
+        matrix each time, not to be changed."""
+        if self._mean is None:
+            with torch.inference_mode():  # the sum may have been made there
+                self._mean = mirror_upper_(self._sum).div_(max(1, self.tokens))
+        return self._mean
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, bfloat16_values: bool = False) -> None:
@@ -77,10 +84,12 @@ class InputShift:
 
     def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
         self._sum = torch.zeros(in_features, in_features, device=device)
+        self._mean: Tensor | None = None
         self.tokens = 0
 
     def add_pair(self, x: Tensor, float_x: Tensor) -> None:
         """Count the rows of x [..., in] and of float_x, of the same shape."""
+        assert self._mean is None, "the sum has become the mean"
         flat = x.reshape(-1, x.shape[-1])
         others = float_x.reshape(-1, x.shape[-1])
         self.tokens += flat.shape[0]
@@ -91,7 +100,11 @@ class InputShift:
             add_product(self._sum, other.float() - chunk, chunk)
 
     def mean(self) -> Tensor:
-        return self._sum / max(1, self.tokens)
+        """D, in the sum's own memory, as `Hessian.mean`."""
+        if self._mean is None:
+            with torch.inference_mode():
+                self._mean = self._sum.div_(max(1, self.tokens))
+        return self._mean
 
 
 class ChannelRange:

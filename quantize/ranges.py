@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.affine import stored_scale_value
 from ..kernels.elements import E4M3, E4M3_MAX, E8M0_BIAS, Elements, mx_exponents
 from ..kernels.errors import UserError
+from ..kernels.finite import all_finite
 from .quantized import elements
 from .spec import Block, Channel, Group, QuantSpec, TensorWise
 
@@ -113,7 +114,7 @@ def choose_qparams(
     model's. store: given where w is part of a larger weight whose scales are stored alike.
     """
     w = w.float()
-    if not bool(torch.isfinite(w).all()):
+    if not all_finite(w):
         raise UserError("the weight holds NaN or infinite values: the model is damaged")
     store = store or scale_store(w, spec, scale_dtype)
     groups = grouped(w, spec)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
+from ..kernels.finite import all_finite
 from .checkpoint.layouts import NATIVE, Layout
 from .checkpoint.raw import RawTensor, Slot, read_raw, tensor_bytes
 from .fp8_source import FP8Source
@@ -94,7 +95,7 @@ class Converter:
         planned, given = self._plan.linears[module], self._given(module)
         dtype = self._layout.scale_dtype(self._source.info[job.name].dtype)
         for part in self._parts(job.name, _chunk_rows(planned, self._chunk)):
-            if not torch.isfinite(part).all():
+            if not all_finite(part):
                 raise UserError(
                     f"'{job.name}' holds NaN or infinite values; download the model again"
                 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...calib.safetensors_file import DTYPES
 from ...calib.shards import INDEX, TensorSource
 from ...kernels.errors import UserError
+from ...kernels.finite import all_finite
 from ..spec import KVSpec, LayerScheme
 from .files import FileRecord, copy_file, fsync_folder, write_text
 from .journal import REPLACED, Journal
@@ -250,7 +251,7 @@ def _same(t: RawTensor, source: TensorSource, name: str) -> bool:
 def to_store(source: TensorSource, name: str) -> Tensor:
     """The tensor `name` in its stored dtype; UserError where that cannot hold its values."""
     tensor = source.get(name).to(source.info[name].dtype)
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if tensor.is_floating_point() and not all_finite(tensor):
         raise UserError(
             f"'{name}' has values beyond {tensor.dtype} once it is transformed; convert the model "
             "to bfloat16 or float32 first"

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ...kernels.affine import expand_groups, round_to_codes, values_of_codes
 from ...kernels.errors import UserError
+from ...kernels.finite import all_finite
+from ...kernels.triangular import cholesky_, invert_lower_, reordered, reverse_
 from ..quantized import Quantized, elements, plain_g_idx
 from ..ranges import QParams, choose_qparams, scale_store
 from ..spec import Block, Group, QuantSpec
@@ -64,7 +66,7 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
 
     Raises the damping tenfold and retries when the factorization fails; UserError past MAX_DAMP.
     """
-    if not torch.isfinite(hessian).all():
+    if not all_finite(hessian):
         raise UserError("the Hessian holds NaN or infinite values: check the model's weights")
     diagonal = hessian.diagonal().clone()
     dead = diagonal <= 0
@@ -74,11 +76,9 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
         order = torch.argsort(diagonal.masked_fill(dead, 0), descending=True, stable=True)
     else:
         order = torch.arange(len(diagonal), device=hessian.device)
-    reordered = hessian[order][:, order]
     damp = settings.dampening_frac
     while True:
-        reordered.diagonal().copy_((diagonal + damp * mean)[order])
-        u = _inverse_factor(reordered)
+        u = _inverse_factor(hessian, diagonal + damp * mean, order)
         if u is not None:
             return Factor(hessian, order, u, diagonal + damp * mean, damp, int(dead.sum()))
         damp *= 10
@@ -89,18 +89,20 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
             )
 
 
-def _inverse_factor(h: Tensor) -> Tensor | None:
-    """Upper U with U^T U = h^-1, or None when h is not positive definite.
+def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor | None:
+    """Upper U with U^T U = h^-1, or None when h is not positive definite; h: the Hessian with this
+    diagonal, in this order.
 
     With J the reversal of rows and columns, J h J = L L^T gives h = R R^T for the upper R = J L J,
-    so U = R^-1: one factorization and one triangular solve, no explicit inverse.
+    so U = R^-1 = J L^-1 J: one factorization and one triangular inverse, all where J h J lay.
     """
-    lower, info = torch.linalg.cholesky_ex(h.flip(0, 1))
-    if int(info) != 0:
+    backwards = order.flip(0)
+    u = reordered(hessian, backwards)
+    u.diagonal().copy_(diagonal[backwards])
+    if not cholesky_(u):
         return None
-    eye = torch.eye(len(h), dtype=h.dtype, device=h.device)
-    u = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-    return u if bool(torch.isfinite(u).all()) else None
+    reverse_(invert_lower_(u))
+    return u if all_finite(u) else None
 
 
 def corrected_weight(w: Tensor, factor: Factor, shift: Tensor, strength: float) -> Tensor:
@@ -129,7 +131,7 @@ def gptq_quantize(
 
     Scales are stored in `scale_dtype`. Deterministic; `w` is not changed.
     """
-    if not torch.isfinite(w).all():
+    if not all_finite(w):
         raise UserError("the weight holds NaN or infinite values: the model is damaged")
     if settings.act_order == "desc_act":
         return _grouped_by_order(w, factor, spec, scale_dtype, settings)
@@ -139,7 +141,8 @@ def gptq_quantize(
     store = scale_store(w, spec, scale_dtype)
     table = _Table(choose_qparams(w, spec, scale_dtype, importance, store), w.shape[0], spec)
     working = w.float().T[factor.order].contiguous()  # [in, out], consumed
-    codes = torch.empty_like(working)
+    kept = elements(spec).dtype
+    codes = torch.empty_like(working, dtype=kept)
     error = torch.zeros(w.shape[0], device=w.device)
     block = settings.block_size
     if not settings.static_groups:  # a group must not straddle a delayed update
@@ -158,14 +161,14 @@ def gptq_quantize(
                 table.replace(group, choose_qparams(current.T, spec, scale_dtype, h, store))
             # the errors of this block's earlier columns, gathered when the column is due
             column = torch.addmv(chunk[i], errors[:i].T, u[:i, i], alpha=-1)
-            codes[start + i], value = table.round(column, group)
+            rounded, value = table.round(column, group)
+            codes[start + i] = rounded.to(kept)
             torch.sub(column, value, out=errors[i]).div_(u[i, i])
         error += errors.square().sum(0)
         if stop < columns:
             working[stop:].addmm_(factor.u[start:stop, stop:].T, errors, alpha=-1)
-    kept = elements(spec).dtype
-    restored = torch.empty_like(codes, dtype=kept)
-    restored[factor.order] = codes.to(kept)
+    restored = torch.empty_like(codes)
+    restored[factor.order] = codes
     params = table.params
     quantized = Quantized(
         restored.T.contiguous(), params.scale, params.zero_point, spec, params.global_scale
@@ -185,7 +188,7 @@ def _grouped_by_order(
     """Groups of columns that follow each other in processing order, told by g_idx."""
     order = factor.order
     moved = factor._replace(
-        hessian=factor.hessian[order][:, order],
+        hessian=reordered(factor.hessian, order),
         order=torch.arange(len(order), device=order.device),
         diagonal=factor.diagonal[order],
     )
