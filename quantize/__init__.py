@@ -12,12 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .conversion import convert
     from .planning.make import plan
     from .runner import quantize_model as run
 
-__all__ = ["plan", "run"]
+__all__ = ["convert", "plan", "run"]
 
 FACE = {  # name -> module, function
+    "convert": ("conversion", "convert"),
     "plan": ("planning.make", "plan"),
     "run": ("runner", "quantize_model"),
 }

@@ -102,7 +102,7 @@ def untouched_linears(checkpoint: Checkpoint) -> list[str]:
 
 def _inexact(module: str, why: str) -> UserError:
     return UserError(
-        f"'{module}' cannot be converted as it is: {why}; --requantize accepts a loss and measures it"
+        f"'{module}' cannot be converted as it is: {why}; --requantize accepts a loss, measured"
     )
 
 

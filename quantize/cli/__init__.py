@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...kernels.errors import UserError
+from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .export import export
@@ -57,6 +58,7 @@ app.command()(run)
 app.command()(inspect)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(convert)
 app.command()(export)
 
 
