@@ -45,6 +45,7 @@ from .passes.rtn import rtn_quantize
 from .passes.settings import RTNSettings
 from .quantized import Quantized
 from .sizes import MAX_SHARD_SIZE, parse_size
+from .spec import QuantSpec
 
 PLAIN = "plain"
 MAPPED_BYTES = 1 << 28  # what is read before file maps, which count as resident memory, are dropped
@@ -222,7 +223,17 @@ def _moved(q: Quantized, conversion: Conversion) -> Quantized:
         settings = RTNSettings(scale_search="mse")
         return rtn_quantize(q.dequantize(), spec, dtype or q.scale.dtype, settings)
     scale = q.scale if dtype is None else _within(q.scale, dtype)
+    if spec.granularity != q.spec.granularity:
+        q = q._replace(zero_point=None if q.zero_point is None else _split(q.zero_point, q, spec))
+        scale = _split(scale, q, spec)
     return q._replace(scale=scale, spec=spec)
+
+
+def _split(qparam: Tensor, q: Quantized, spec: QuantSpec) -> Tensor:
+    """A qparam of `q` for the smaller groups of `spec`, [out, groups], in each its own number."""
+    rows, columns = q.codes.shape
+    whole = qparam.expand(rows, -1)
+    return whole.repeat_interleave(spec.groups(columns) // whole.shape[1], dim=1)
 
 
 def _within(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,15 @@
 """What becomes of each linear when a checkpoint is converted, settled before anything is written.
 
-A conversion is exact where the target holds the same codes, zero-points, groups and scales. What
-decides that beside the schemes are the scales (float16 has a narrower range than bfloat16, and
-finer steps) and the order of columns (g_idx): both are small and are read here. Where it is not
-exact, `requantize` takes the scheme nearest to the one there is.
+A conversion is exact where the target holds the same codes, zero-points, groups and scales, perhaps
+in wider codes or with scales repeated for smaller groups. What decides that beside the schemes are
+the scales (float16 has a narrower range than bfloat16, and finer steps) and the order of columns
+(g_idx): both are small and are read here. Where it is not exact, `requantize` takes the scheme
+nearest to the one there is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +23,7 @@ from .checkpoint.checks import read_g_idx
 from .checkpoint.layouts import Layout
 from .checkpoint.load import Checkpoint
 from .linear_names import EMBEDDING, HEADS
-from .spec import PRESETS, Channel, Granularity, Group, LayerScheme, QuantSpec
+from .spec import PRESETS, Channel, Granularity, Group, LayerScheme, QuantSpec, TensorWise
 
 GROUP_SIZES = (128, 64, 32, 16)
 Shape = tuple[int, int]
@@ -64,6 +66,8 @@ def plan_conversion(
         why = target.refusal(scheme, shape)
         if why is None:
             linears[module] = Conversion(scheme, shape, None)
+        elif (wider := _holding(scheme, shape, target)) is not None:
+            linears[module] = Conversion(wider, shape, None)
         elif requantize:
             linears[module] = _nearest(module, scheme, shape, target, why)
         else:
@@ -78,7 +82,7 @@ def plan_conversion(
         linears |= {m: linears[m]._replace(loss=why, rounds=True) for m in still}
     linears = _with_scale_dtypes(checkpoint, linears, target, model_dtype, requantize)
     kept = target.writes_g_idx and any(not linears[m].rounds for m in ordered)
-    notes = []
+    notes = _wider(checkpoint, linears)
     unquantized = [m for m, c in linears.items() if _drops_inputs(checkpoint.schemes[m], c.scheme)]
     if unquantized:
         notes.append(f"{len(unquantized)} linears no longer quantize their inputs")
@@ -104,6 +108,28 @@ def _inexact(module: str, why: str) -> UserError:
     return UserError(
         f"'{module}' cannot be converted as it is: {why}; --requantize accepts a loss, measured"
     )
+
+
+def _holding(scheme: LayerScheme, shape: Shape, target: Layout) -> LayerScheme | None:
+    """A scheme of the target whose codes and scales hold all that those of `scheme` can be: wider
+    codes, a scale for each row in place of one for all. None where there is none."""
+    spec = scheme.weights
+    if spec.type != "int":
+        return None
+    granularity = Channel() if isinstance(spec.granularity, TensorWise) else spec.granularity
+    wider = (replace(spec, num_bits=b, granularity=granularity) for b in range(spec.num_bits, 9))
+    held = (replace(scheme, weights=w) for w in wider)
+    return next((s for s in held if target.refusal(s, shape) is None), None)
+
+
+def _wider(checkpoint: Checkpoint, linears: Mapping[str, Conversion]) -> list[str]:
+    """A sentence on linears whose codes take more bits than before."""
+    widths = Counter(
+        (checkpoint.schemes[m].weights.num_bits, c.scheme.weights.num_bits)
+        for m, c in linears.items()
+        if not c.rounds and c.scheme.weights.num_bits != checkpoint.schemes[m].weights.num_bits
+    )
+    return [f"{n} linears of {old} bits are held in {new}" for (old, new), n in widths.items()]
 
 
 def _nearest(
@@ -139,10 +165,14 @@ def _candidates(scheme: LayerScheme) -> Iterator[LayerScheme]:
 def _alike(
     linears: dict[str, Conversion], target: Layout, requantize: bool
 ) -> dict[str, Conversion]:
-    """All in one scheme where the target holds but one."""
+    """All in one scheme where the target holds but one: scales are repeated for groups that divide
+    all of them, or some are rounded anew."""
     why = target.refusal_together({m: c.scheme for m, c in linears.items()})
     if why is None:
         return linears
+    finest = _finest(linears, target)
+    if finest is not None:
+        return finest
     by_count = [s for s, _ in Counter(c.scheme for c in linears.values()).most_common()]
     if not requantize:
         raise _inexact(next(m for m, c in linears.items() if c.scheme != by_count[0]), why)
@@ -154,6 +184,27 @@ def _alike(
     changed = [m for m, c in linears.items() if c.scheme != common]
     alike = {m: linears[m]._replace(scheme=common, loss=why, rounds=True) for m in changed}
     return linears | alike
+
+
+def _finest(linears: dict[str, Conversion], target: Layout) -> dict[str, Conversion] | None:
+    """Every linear of whole numbers in groups as large as divide the groups of all."""
+    sizes = []
+    for conversion in linears.values():
+        match conversion.scheme.weights:
+            case QuantSpec(type="int", granularity=Group(size)):
+                sizes.append(size)
+            case QuantSpec(type="int", granularity=Channel()):
+                sizes.append(conversion.shape[1])
+            case _:
+                return None
+    finer = Group(math.gcd(*sizes))
+    split = {}
+    for module, conversion in linears.items():
+        weights = replace(conversion.scheme.weights, granularity=finer)
+        split[module] = conversion._replace(scheme=replace(conversion.scheme, weights=weights))
+    held = all(target.refusal(c.scheme, c.shape) is None for c in split.values())
+    together = target.refusal_together({m: c.scheme for m, c in split.items()}) is None
+    return split if held and together else None
 
 
 def _columns_out_of_order(checkpoint: Checkpoint) -> list[str]:
