@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from .conversion import convert
     from .planning.make import plan
     from .runner import quantize_model as run
+    from .verification import verify
 
-__all__ = ["convert", "plan", "run"]
+__all__ = ["convert", "plan", "run", "verify"]
 
 FACE = {  # name -> module, function
     "convert": ("conversion", "convert"),
     "plan": ("planning.make", "plan"),
     "run": ("runner", "quantize_model"),
+    "verify": ("verification", "verify"),
 }
 
 

@@ -19,6 +19,7 @@ from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .run import run
+from .verify import verify
 
 _MORE_SPACE = "free some or choose another place"
 _OTHER_PLACE = "choose a place that you may use"
@@ -56,6 +57,7 @@ app.command()(demo)
 app.command()(plan)
 app.command()(run)
 app.command()(inspect)
+app.command()(verify)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(convert)

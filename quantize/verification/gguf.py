@@ -1,0 +1,158 @@
+"""A GGUF file: container, keys, tokenizer, tensors of every layer, blocks."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...calib.safe_files import DamagedFile
+from ..gguf.container import Container, read_container
+from .findings import Finding, finding
+from .gguf_blocks import examine_blocks
+
+LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+FLOATS = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+NEEDED = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count",
+)  # fmt: skip
+QUANTIZATION_VERSION = 2
+ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator")
+MOST_LAYERS = 4096
+
+
+def examine_gguf(path: Path) -> tuple[list[Finding], int]:
+    """Every fault of the file, and how many tensors it has. One tensor's rows are in memory at a
+    time, a few megabytes of them."""
+    size = path.stat().st_size
+    try:
+        if not size:
+            raise DamagedFile(path, "truncated", "an empty file", "a GGUF header")
+        with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            container = read_container(data, path)
+    except DamagedFile as e:
+        where = path.name if e.tensor is None else e.tensor
+        return [finding("GGUF container", where, e.expected, f"{e.fault}: {e.found}")], 0
+    found = [*_keys(container), *_tokenizer(container), *_layers(container)]
+    padded = -(-container.data_end // container.alignment) * container.alignment
+    if size > padded and container.tensors:
+        extra = f"{size - container.data_end:,} bytes after the last tensor"
+        found.append(finding("GGUF trailing bytes", path.name, "the end of the file", extra))
+    for name, stored in container.tensors.items():
+        found += examine_blocks(path, name, stored)
+    return found, len(container.tensors)
+
+
+def _keys(container: Container) -> Iterator[Finding]:
+    keys = container.keys
+    architecture = keys.get("general.architecture")
+    if not isinstance(architecture, str):
+        yield finding("GGUF key", "general.architecture", "a name", architecture)
+        return
+    if keys.get("general.type", "model") != "model":
+        return  # an adapter, an imatrix: not a model's keys
+    for name in NEEDED:
+        value = keys.get(f"{architecture}.{name}")
+        numbers = value if isinstance(value, list) else [value]
+        if not numbers or not all(type(n) is int and n > 0 for n in numbers):
+            yield finding("GGUF key", f"{architecture}.{name}", "a positive number", value)
+    quantized = {t.kind for t in container.tensors.values()} - set(FLOATS)
+    version = keys.get("general.quantization_version")
+    if quantized and version != QUANTIZATION_VERSION:
+        where = "general.quantization_version"
+        yield finding("GGUF version", where, QUANTIZATION_VERSION, version)
+
+
+def _tokenizer(container: Container) -> Iterator[Finding]:
+    """The vocabulary against itself and against the embedding's rows."""
+    keys = container.keys
+    model = keys.get("tokenizer.ggml.model")
+    where = "tokenizer.ggml.tokens"
+    tokens = keys.get(where)
+    if model is None and tokens is None:
+        if "token_embd.weight" in container.tensors:
+            yield finding("GGUF tokenizer", "tokenizer.ggml.model", "a tokenizer", "none")
+        return
+    if model in ("none", "no_vocab"):
+        return
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        yield finding("GGUF tokenizer", where, "a list of texts", tokens)
+        return
+    embedding = container.tensors.get("token_embd.weight")
+    if embedding is not None and embedding.shape[0] != len(tokens):
+        rows = f"{embedding.shape[0]}, the rows of token_embd.weight"
+        yield finding("GGUF tokenizer", where, rows, f"{len(tokens)} tokens")
+    twice = [t for t, n in Counter(tokens).items() if n > 1]
+    if twice:
+        found = f"{twice[0]!r} {Counter(tokens)[twice[0]]} times"
+        yield finding("GGUF tokenizer", where, "each token once", found)
+    yield from _beside_tokens(keys, model, len(tokens))
+
+
+def _beside_tokens(keys: dict[str, Any], model: Any, count: int) -> Iterator[Finding]:
+    for part in ("token_type", "scores"):
+        name = f"tokenizer.ggml.{part}"
+        values = keys.get(name)
+        if values is not None and (not isinstance(values, list) or len(values) != count):
+            found = len(values) if isinstance(values, list) else values
+            yield finding("GGUF tokenizer", name, f"{count} values, one a token", found)
+    if model == "llama" and "tokenizer.ggml.scores" not in keys:
+        yield finding("GGUF tokenizer", "tokenizer.ggml.scores", "scores of tokens", "none")
+    if model == "gpt2":
+        if not keys.get("tokenizer.ggml.merges"):
+            yield finding("GGUF tokenizer", "tokenizer.ggml.merges", "merges of tokens", "none")
+        if "tokenizer.ggml.pre" not in keys:
+            where = "tokenizer.ggml.pre"
+            yield finding("GGUF pre-tokenizer", where, "the pre-tokenizer's name", "none")
+    for role in ROLES:
+        name = f"tokenizer.ggml.{role}_token_id"
+        value = keys.get(name)
+        if value is not None and not (type(value) is int and 0 <= value < count):
+            yield finding("GGUF tokenizer", name, f"an id below {count}", value)
+
+
+def _layers(container: Container) -> Iterator[Finding]:
+    """Each layer's tensors against those of the others, and the outer ones against the keys."""
+    keys, tensors = container.keys, container.tensors
+    architecture = keys.get("general.architecture")
+    count = keys.get(f"{architecture}.block_count")
+    if keys.get("general.type", "model") != "model" or type(count) is not int:
+        return
+    hidden = keys.get(f"{architecture}.embedding_length")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        if "split.count" not in keys:
+            expected = "the embedding"
+            yield finding("GGUF tensor missing", "token_embd.weight", expected, "no such tensor")
+    elif type(hidden) is int and embedding.shape[-1] != hidden:
+        expected = f"{hidden} columns, {architecture}.embedding_length"
+        yield finding("GGUF shape", "token_embd.weight", expected, embedding.shape)
+    if "split.count" in keys or count > MOST_LAYERS:
+        return
+    yield from _alike(container, count)
+
+
+def _alike(container: Container, count: int) -> Iterator[Finding]:
+    """What most layers have, every layer has, in the shape that most have."""
+    shapes: dict[str, Counter[tuple[int, ...]]] = {}
+    for name, stored in container.tensors.items():
+        layer = LAYER.fullmatch(name)
+        if layer is not None and int(layer[1]) >= count:
+            yield finding("GGUF shape", name, f"layers below {count}, the block_count", name)
+        elif layer is not None:
+            shapes.setdefault(layer[2], Counter())[stored.shape] += 1
+    usual = {part: c.most_common(1)[0][0] for part, c in shapes.items() if c.total() * 2 > count}
+    if not usual:
+        yield finding("GGUF tensor missing", "blk.0", f"{count} layers", "no layer's tensors")
+    for i in range(count):
+        for part, shape in usual.items():
+            name = f"blk.{i}.{part}"
+            stored = container.tensors.get(name)
+            if stored is None:
+                yield finding("GGUF tensor missing", name, f"shape {shape}", "no such tensor")
+            elif stored.shape != shape and len(shapes[part]) == 2 and shapes[part][shape] > 1:
+                yield finding("GGUF shape", name, f"{shape}, as in other layers", stored.shape)
