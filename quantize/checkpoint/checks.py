@@ -61,17 +61,22 @@ def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | N
     return None if torch.equal(g_idx, plain_g_idx(columns, spec).to(g_idx.device)) else g_idx
 
 
+def check_groups(module: str, columns: int, spec: QuantSpec) -> None:
+    """UserError when groups of the spec's size do not divide the columns."""
+    match spec.granularity:
+        case Group(size) if columns % size:
+            raise UserError(f"{module}: groups of {size} do not divide {columns} columns")
+
+
 def checked(module: str, q: Quantized, scale_leaf: str, zero_leaf: str) -> Quantized:
     """`q` with its scale in the spec's shape; UserError when that or a zero-point cannot be.
 
     scale_leaf, zero_leaf: what the tensors are called in the file.
     """
     rows, columns = q.codes.shape
-    match q.spec.granularity:
-        case Group(size) if columns % size:
-            raise UserError(f"{module}: groups of {size} do not divide {columns} columns")
-        case TensorWise() if q.scale.numel() == 1:
-            q = q._replace(scale=q.scale.reshape(1, 1))
+    check_groups(module, columns, q.spec)
+    if isinstance(q.spec.granularity, TensorWise) and q.scale.numel() == 1:
+        q = q._replace(scale=q.scale.reshape(1, 1))
     expected = q.spec.scale_shape(rows, columns)
     for leaf, qparam in ((scale_leaf, q.scale), (zero_leaf, q.zero_point)):
         if qparam is not None and tuple(qparam.shape) != expected:

@@ -26,7 +26,7 @@ from ....kernels.errors import UserError
 from ....kernels.packing import pack_bits, packed_words, unpack_bits
 from ...quantized import Quantized, plain_g_idx
 from ...spec import Channel, Group, LayerScheme, QuantSpec
-from ..checks import Get, checked, read_float_scale, read_g_idx, read_matrix
+from ..checks import Get, check_groups, checked, read_float_scale, read_g_idx, read_matrix
 from .auto_round import published
 from .base import Layout, matrix_shape, modules_with
 from .gptq_config import gptq_config, read_schemes
@@ -126,6 +126,7 @@ class GPTQ(Layout):
                 f"{module}.qweight has {packed.shape[0]} rows of words, which codes of "
                 f"{spec.num_bits} bits do not fill: the checkpoint is damaged"
             )
+        check_groups(module, columns, spec)
         codes = unpack_bits(packed.T.contiguous(), spec.num_bits, columns)
         scale = read_float_scale(get, f"{module}.scales").T.contiguous()
         zero_point = self._read_zeros(module, get, spec, rows)
