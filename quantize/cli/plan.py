@@ -50,12 +50,13 @@ def plan(
         return
     from rich.console import Console
 
-    from .plan_table import advice_table, module_table, total_table
+    from .plan_table import advice_table, module_table, runtime_table, total_table
 
     for note in report.notes:
         say(note)
     terminal = Console()
     terminal.print(module_table(report, every))
+    terminal.print(runtime_table(report, every))
     terminal.print(total_table(report))
     if report.advice:
         terminal.print(advice_table(report))

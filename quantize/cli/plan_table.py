@@ -7,32 +7,39 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from .inspect import describe_scheme
-
 if TYPE_CHECKING:
     from ..planning.modules import ModulePlan
     from ..planning.report import PlanReport
     from ..planning.runtimes import Answer
 
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
+OUTSIDE = re.compile(r"^[^*]*?(?=[^.]*\.\*)")
 
 
 def module_table(report: PlanReport, every: bool) -> Table:
-    """A line for each kind of linear; with `every`, for each linear."""
-    table = Table(title=str(report.model))
-    for column in ("linear", "shape", "stored as", "MB", "lowbit", "vLLM", "llama.cpp", "devices"):
-        table.add_column(column, overflow="fold")
+    """How each kind of linear is stored; with `every`, each linear."""
+    table = _linear_table(str(report.model), "shape", "stored as")
+    for heading in ("MB", "to"):
+        table.add_column(heading, justify="right")
     for members in _alike(report, every):
-        first = members[0]
         before = sum(m.bytes_before for m in members) / 1e6
         after = sum(m.bytes_after for m in members) / 1e6
-        scheme = "as it is" if first.scheme is None else describe_scheme(first.scheme)
-        name = first.name if len(members) == 1 else f"{pattern(first.name)} x {len(members)}"
+        first = members[0]
         table.add_row(
-            name, f"{first.shape[0]} x {first.shape[1]}",
-            scheme if first.scheme is None else f"{scheme}: {first.division}",
-            f"{before:.1f} to {after:.1f}", _runs(first.lowbit), _runs(first.vllm),
-            _blocks(first.llama_cpp), _devices(first),
+            *_named(members), f"{first.shape[0]} x {first.shape[1]}", _stored_as(first),
+            f"{before:.1f}", f"{after:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def runtime_table(report: PlanReport, every: bool) -> Table:
+    """Who can run each kind of linear, and for how many devices it can be cut."""
+    table = _linear_table("who can run them", "lowbit", "vLLM", "GGUF", "devices")
+    for members in _alike(report, every):
+        first = members[0]
+        table.add_row(
+            *_named(members), _runs(first.lowbit), _runs(first.vllm), _blocks(first.llama_cpp),
+            _devices(first),
         )  # fmt: skip
     return table
 
@@ -78,8 +85,24 @@ def advice_table(report: PlanReport) -> Table:
 
 
 def pattern(name: str) -> str:
-    """The linear's name with a star for the number of its layer (and expert)."""
-    return NUMBER.sub(".*", name)
+    """The linear's name from its layer on, with a star for the layer's (and expert's) number."""
+    return OUTSIDE.sub("", NUMBER.sub(".*", name))
+
+
+def _linear_table(title: str, *headings: str) -> Table:
+    table = Table(title=title)
+    table.add_column("", justify="right")
+    table.add_column("linear", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading)
+    return table
+
+
+def _named(members: list[ModulePlan]) -> tuple[str, str]:
+    """How many linears are alike, and what they are called."""
+    if len(members) == 1:
+        return "", members[0].name
+    return str(len(members)), pattern(members[0].name)
 
 
 def _alike(report: PlanReport, every: bool) -> list[list[ModulePlan]]:
@@ -91,6 +114,18 @@ def _alike(report: PlanReport, every: bool) -> list[list[ModulePlan]]:
     return list(groups.values())
 
 
+def _stored_as(module: ModulePlan) -> str:
+    """Like "int4 symmetric, 9 groups of 64; inputs int8"."""
+    if module.scheme is None:
+        return module.division
+    weights, inputs = module.scheme.weights, module.scheme.input_activations
+    kind = f"{weights.type}{weights.num_bits}"
+    if weights.type == "int":
+        kind += " symmetric" if weights.symmetric else " asymmetric"
+    read = "" if inputs is None else f"; inputs {inputs.type}{inputs.num_bits}"
+    return f"{kind}, {module.division.removesuffix(' columns')}{read}"
+
+
 def _runs(answer: Answer | None) -> str:
     if answer is None:
         return "as it is"
@@ -98,7 +133,7 @@ def _runs(answer: Answer | None) -> str:
 
 
 def _blocks(answer: Answer) -> str:
-    return "K-quants" if not answer.declined else answer.runs[0]
+    return "K-quants" if not answer.declined else f"no K, {answer.runs[0]}"
 
 
 def _devices(module: ModulePlan) -> str:

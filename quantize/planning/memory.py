@@ -62,6 +62,7 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
     followed = 1 + _follows_float_model(work.recipe)
     yield {"embeddings": model.outside, "hidden states": states}
     layer = {"layer": model.layer + model.stored, "hidden states": 2 * states * followed}
+    yield layer
     for p in work.problems:
         yield {
             **layer,

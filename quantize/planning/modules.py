@@ -47,7 +47,7 @@ class ModulePlan:
 def module_plans(
     plan: Plan, sources: Sources, heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> list[ModulePlan]:
-    """Every linear of the plan, then those left alone that have a weight of their own.
+    """Every linear that has a weight of its own, by layer and name.
 
     dtype, device: those that lowbit's runtime would compute in.
     """
@@ -59,7 +59,12 @@ def module_plans(
         info = sources.info.get(f"{name}.weight")
         if info is not None and len(info.shape) == 2 and name not in seen:
             made.append(facts.untouched(name, info))
-    return made
+    return sorted(made, key=lambda m: _numbered(m.name))
+
+
+def _numbered(name: str) -> list[tuple[bool, int, str]]:
+    """A key by which names sort with their numbers as numbers."""
+    return [(p.isdigit(), int(p) if p.isdigit() else 0, p) for p in name.split(".")]
 
 
 def division_of(spec: QuantSpec, shape: tuple[int, int]) -> str:
