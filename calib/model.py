@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..kernels.errors import UserError
+from ..kernels.finite import all_finite
 from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
 from .expert_shards import by_expert
@@ -199,7 +200,7 @@ class LayeredModel:
             assert param is not None
             self._check_shape(name, param.shape)
             tensor = self.shards.get(self.tensor_name(name))
-            if not torch.isfinite(tensor).all():
+            if not all_finite(tensor):
                 raise UserError(f"'{name}' holds NaN or infinite values; download the model again")
             value = tensor.to(self.device, self.dtype)
             module._parameters[leaf] = nn.Parameter(value, requires_grad=False)

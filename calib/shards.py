@@ -18,11 +18,10 @@ from torch import Tensor
 from ..kernels.errors import UserError
 from .safe_files import INDEX as INDEX_LIMITS
 from .safe_files import checked_path, is_plain_name, read_json_object
-from .safetensors_file import DTYPES as DTYPES
-from .safetensors_file import HALF_BYTE as HALF_BYTE
 from .safetensors_file import read_header
 
 INDEX = "model.safetensors.index.json"
+MAPPED_BYTES = 1 << 28  # what is read before file maps, which count as resident memory, are dropped
 
 
 class TensorInfo(NamedTuple):
@@ -73,6 +72,7 @@ class Shards:
         self.folder = Path(folder)
         self.info: dict[str, TensorInfo] = {}
         self._handles: dict[str, Any] = {}
+        self._read = 0  # bytes of tensors read from the present maps
         for file in self._files():
             self._read_header(file)
         self._check_index()
@@ -87,22 +87,32 @@ class Shards:
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """The tensor `name`, in its stored dtype."""
-        if name not in self.info:
-            raise UserError(f"{self.folder} holds no tensor named '{name}'")
-        return self._open(self.info[name].file).get_tensor(name).to(device)
+        tensor = self._map_of(name).get_tensor(name)
+        self._read += tensor.nbytes
+        return tensor.to(device)
 
     def get_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Entries `start` to `stop` of the first axis of the tensor `name`, in its stored dtype.
 
-        Only their pages are read; `close` gives them back.
+        Only their pages are read.
         """
-        if name not in self.info:
-            raise UserError(f"{self.folder} holds no tensor named '{name}'")
-        return self._open(self.info[name].file).get_slice(name)[start:stop]
+        rows = self._map_of(name).get_slice(name)[start:stop]
+        self._read += rows.nbytes
+        return rows
 
     def close(self) -> None:
         """Drop the open file maps (they count as resident memory once read)."""
         self._handles.clear()
+        self._read = 0
+
+    def _map_of(self, name: str) -> Any:
+        """The open file of the tensor `name`. After every MAPPED_BYTES maps are dropped and made
+        anew: what a reader has let go of is then not resident."""
+        if name not in self.info:
+            raise UserError(f"{self.folder} holds no tensor named '{name}'")
+        if self._read > MAPPED_BYTES:
+            self.close()
+        return self._open(self.info[name].file)
 
     def _files(self) -> list[str]:
         if not self.folder.is_dir():
@@ -152,6 +162,10 @@ class Shards:
         if file not in self._handles:
             try:
                 self._handles[file] = safe_open(self.folder / file, framework="pt")
+            except FileNotFoundError as e:
+                raise UserError(
+                    f"{self.folder / file} is gone; put it back and give the same command again"
+                ) from e
             except (SafetensorError, OSError) as e:
                 raise UserError(
                     f"{self.folder / file} is truncated or damaged ({e}); download it again"

@@ -31,7 +31,6 @@ from .spec import TensorWise
 
 CHUNK_ELEMENTS = 1 << 20  # of a chunk on a CPU: its temporaries stay below malloc's mmap threshold
 GPU_CHUNK_ELEMENTS = 1 << 24
-MAPPED_BYTES = 1 << 28  # what is read before file maps, which count as resident memory, are dropped
 ROWS_A_WORD = 32  # packed zero-points of so many rows fill whole words
 
 
@@ -58,7 +57,6 @@ class Converter:
         self._peers = {n: peers for peers in fused_peers(list(plan.linears)) for n in peers}
         self._peaks: dict[str, tuple[float, float]] = {}
         self._chunk = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
-        self._mapped = 0
 
     def pieces(self, job: Job) -> Iterator[tuple[str, bytes]]:
         """(tensor name, its next bytes) of what is stored for the source's tensor."""
@@ -134,11 +132,7 @@ class Converter:
         height = self._source.info[name].shape[0]
         for start in range(0, height, rows):
             part = _rows(self._source, name, start, min(start + rows, height))
-            self._mapped += part.nbytes
             yield part.to(self._device)
-            if self._mapped > MAPPED_BYTES:
-                self._source.close()
-                self._mapped = 0
 
 
 def _rows(source: TensorSource, name: str, start: int, stop: int) -> Tensor:

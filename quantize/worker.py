@@ -21,7 +21,7 @@ from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .linear_names import fused_peers
 from .linear_plan import Plan, PlannedLinear
-from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize
+from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize, output_energy
 from .passes.hqq import hqq_quantize
 from .passes.kv_cache import KVObserver
 from .passes.rtn import rtn_quantize
@@ -225,7 +225,7 @@ class PassWorker(LayerWorker):
         if shift is not None and settings.input_correction and shift.tokens:
             aim = corrected_weight(stacked, factor, shift.mean(), settings.input_correction)
         result = gptq_quantize(aim, factor, planned.scheme.weights, dtype, settings)
-        energy = ((stacked @ hessian) * stacked).sum(1)
+        energy = output_energy(stacked, hessian)
         parts = zip(
             split_rows(result.quantized, heights),
             result.error.split(heights),
@@ -299,7 +299,8 @@ class PassWorker(LayerWorker):
         scheme = self._plan.linears[name].scheme
         self._tensors |= self._layout.compress(stored_name, quantized, scheme)
         self._report[name] = report
-        self._kept[name] = quantized
+        if self.whole_layers:
+            self._kept[name] = quantized
         self._input_scales[name] = None
         activations = scheme.input_activations
         if activations is not None and "channel_range" in group.statistics:
@@ -325,7 +326,11 @@ class PassWorker(LayerWorker):
         """The members' float32 weights in one, their heights, and the dtype that scales take."""
         originals = [self.weights.get(f"{name}.weight") for name in members]
         dtype = self._layout.scale_dtype(self.weights.stored_dtype(f"{members[0]}.weight"))
-        return torch.cat(originals), [len(weight) for weight in originals], dtype
+        heights = [len(weight) for weight in originals]
+        stacked = torch.cat(originals)
+        del originals
+        self._model.shards.close()  # pages of files that have been read count as resident memory
+        return stacked, heights, dtype
 
 
 def _routed(group: InputGroup) -> dict[str, int]:

@@ -314,7 +314,7 @@ def test_a_tensor_larger_than_the_memory_it_takes(
 ) -> None:
     """96 MB of weights in one tensor, converted in half of that."""
     monkeypatch.setattr(stream_weights, "CHUNK_ELEMENTS", 1 << 19)
-    monkeypatch.setattr(stream_weights, "MAPPED_BYTES", 1 << 22)
+    monkeypatch.setattr("lowbit.calib.shards.MAPPED_BYTES", 1 << 22)
     tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(48 * 1024, 1024).bfloat16()}
     folder = write_model(tmp_path / "model", tensors, CONFIG)
     del tensors

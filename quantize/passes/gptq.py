@@ -31,6 +31,8 @@ from ..spec import Block, Group, QuantSpec
 from .refine import refine
 from .settings import MAX_DAMP, GPTQSettings
 
+ROWS_A_CHUNK = 1024  # of a weight, whose products with H are temporaries
+
 
 class Factor(NamedTuple):
     """A factored Hessian, shared by every linear that reads the same input.
@@ -103,6 +105,11 @@ def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor 
         return None
     reverse_(invert_lower_(u))
     return u if all_finite(u) else None
+
+
+def output_energy(w: Tensor, hessian: Tensor) -> Tensor:
+    """float32 [out]: the mean square of each output of w float32 [out, in], as far as H tells."""
+    return torch.cat([((rows @ hessian) * rows).sum(1) for rows in w.split(ROWS_A_CHUNK)])
 
 
 def corrected_weight(w: Tensor, factor: Factor, shift: Tensor, strength: float) -> Tensor:
