@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..calib.text import Text
 from .budget_plan import BudgetReport
+from .planning.foresee import Foresight
 from .recipe import Recipe
 
 
@@ -15,7 +16,8 @@ class RunResult:
     """What a run did. dtype: of the forward passes (without any: of the arithmetic).
     resumed_layers: how many steps an earlier run had finished. relative_error: module -> output
     error over output energy (GPTQ only). pass_seconds: pass -> layer -> seconds spent in it, the
-    forward passes not counted. budget: what was chosen within a bit budget."""
+    forward passes not counted. budget: what was chosen within a bit budget. foreseen: what the run
+    was expected to take."""
 
     out: Path
     recipe: Recipe
@@ -28,3 +30,4 @@ class RunResult:
     seconds: float
     pass_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     budget: BudgetReport | None = None
+    foreseen: Foresight | None = None

@@ -135,7 +135,7 @@ def quantize_model(
     return RunResult(
         out, recipe, notes, text, _name(dtype), journal.resumed, dropped,
         {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
-        time.perf_counter() - start, worker.seconds, budget,
+        time.perf_counter() - start, worker.seconds, budget, foreseen,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def stream_quantize(
     journal.remove()
     return RunResult(
         out, recipe, notes, None, "float32", len(output.finished), 0, {},
-        time.perf_counter() - start,
+        time.perf_counter() - start, foreseen=foreseen,
     )  # fmt: skip
 
 

@@ -64,7 +64,6 @@ def plan(
 
 def as_plain(report: PlanReport) -> dict[str, Any]:
     """The report as one JSON object: schemes in words, reasons by program."""
-    foresight = report.foresight
     return {
         "model": report.model, "recipe": report.recipe.to_dict(), "format": report.layout,
         "device": report.device, "dtype": report.dtype, "streamed": report.streamed,
@@ -72,12 +71,7 @@ def as_plain(report: PlanReport) -> dict[str, Any]:
         "unlike_peers": [list(p.modules) for p in report.peers],
         "tied_bytes": report.tied_bytes,
         "tensor_parallel": {str(n): fits for n, fits in report.devices().items()},
-        "size": foresight.totals._asdict(),
-        "memory": foresight.memory._asdict(),
-        "disk_bytes": foresight.disk_bytes,
-        "time": None if foresight.time is None else {
-            "seconds": foresight.time.seconds, "parts": foresight.time.parts,
-        },
+        **report.foresight.to_dict(),
         "notes": report.notes,
         "advice": [a._asdict() for a in report.advice],
     }  # fmt: skip

@@ -70,7 +70,7 @@ def _show(result: RunResult, as_json: bool) -> None:
             "dtype": result.dtype, "notes": result.notes, "size": size._asdict(),
             "resumed_layers": result.resumed_layers, "dropped_rows": result.dropped_rows,
             "relative_error": errors, "pass_seconds": result.pass_seconds,
-            "budget": result.budget,
+            "budget": result.budget, "foreseen": result.foreseen and result.foreseen.to_dict(),
         })  # fmt: skip
         return
     if result.budget is not None:

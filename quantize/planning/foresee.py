@@ -77,6 +77,16 @@ class Foresight:
     note: str
     disk_bytes: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and dicts."""
+        time = self.time
+        return {
+            "size": self.totals._asdict(),
+            "memory": self.memory._asdict(),
+            "disk_bytes": self.disk_bytes,
+            "time": None if time is None else {"seconds": time.seconds, "parts": time.parts},
+        }
+
     def sentence(self) -> str:
         """One line for the user."""
         parts = [f"output {_size(self.totals.tensor_bytes)}"]
