@@ -53,6 +53,7 @@ GPTQ = [
     "--dtype", "float32",
 ]  # fmt: skip
 EXPORT = ["export", "{packed}", "--pre", "gpt-2"]
+CONVERT = ["convert", "{packed}", "--max-shard-size", "20KB"]
 SCENARIOS = {
     "run, streamed": Scenario("out", RTN),
     "run, calibrated": Scenario("out", GPTQ),
@@ -60,6 +61,10 @@ SCENARIOS = {
         "out", [*RTN, "--overwrite"], [*RTN, "--scheme", "W3A16"]
     ),
     "run, calibrated, over an older one": Scenario("out", [*GPTQ, "--overwrite"], RTN),
+    "convert": Scenario("out", [*CONVERT, "--to", "gptq"]),
+    "convert over an older one": Scenario(
+        "out", [*CONVERT, "--to", "gptq", "--overwrite"], [*CONVERT, "--to", "gptq_v2"]
+    ),
     "export": Scenario("out.gguf", [*EXPORT, "--type", "Q4_0"]),
     "export over an older one": Scenario(
         "out.gguf", [*EXPORT, "--type", "Q4_0", "--overwrite"], [*EXPORT, "--type", "Q8_0"]
@@ -322,7 +327,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     import torch
 
-    from ..quantize import runner  # noqa: F401 (loaded before the forks)
+    from ..quantize import conversion, runner  # noqa: F401 (loaded before the forks)
     from ..quantize.gguf import export  # noqa: F401
     from .report import environment
 

@@ -53,7 +53,7 @@ def run_bench(*options: str, before: str = "") -> dict[str, object]:
 
 
 def test_a_kill_leaves_nothing_or_all_or_what_can_go_on() -> None:
-    report = run_bench("--points", "6", "--seed", "1")
+    report = run_bench("--points", "8", "--seed", "1")
     assert report["faults"] == 0, json.dumps(report, indent=2)
     scenarios = report["scenarios"]
     assert isinstance(scenarios, dict) and list(scenarios) == list(SCENARIOS)

@@ -111,6 +111,21 @@ def test_a_workspace_throws_away_what_a_killed_process_left(tmp_path: Path) -> N
     assert not any(tmp_path.iterdir())
 
 
+def test_an_older_output_is_put_back_when_the_new_one_fails(tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    out.mkdir()
+    (out / "old").touch()
+    with another_process(partial / "lock") as owner:
+        out.rename(partial / "replaced")  # as far as a killed process had come
+        owner.kill()
+        owner.wait()
+    with pytest.raises(ZeroDivisionError), workspace(out) as folder:
+        assert (out / "old").exists() and [p.name for p in folder.iterdir()] == ["lock"]
+        out.rename(folder / "replaced")
+        raise ZeroDivisionError
+    assert (out / "old").exists() and not partial.exists()
+
+
 def test_a_workspace_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
     partial = tmp_path / "out.partial"
     partial.mkdir()

@@ -21,9 +21,17 @@ from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from .files import fsync_folder, write_text
 from .raw import RawTensor, raw_tensors, write_tensors
-from .workspace import JOURNAL, LOCK, empty, in_the_way, lock_folder, partial_folder, remove
+from .workspace import (
+    JOURNAL,
+    LOCK,
+    REPLACED,
+    empty,
+    in_the_way,
+    lock_folder,
+    partial_folder,
+    remove,
+)
 
-REPLACED = "replaced"  # an older output, until the new one has its name
 EMPTY = (JOURNAL, f"{JOURNAL}.tmp", LOCK, REPLACED)  # what a run may have that has made nothing yet
 SHOWN = 4  # differences that a refusal names
 

@@ -18,7 +18,7 @@ from ...kernels.errors import UserError
 from ...kernels.finite import all_finite
 from ..spec import KVSpec, LayerScheme
 from .files import FileRecord, copy_file, fsync_folder, write_text
-from .journal import REPLACED, Journal
+from .journal import Journal
 from .kv_config import with_kv_cache
 from .layouts import NATIVE, Layout
 from .load import read_config
@@ -31,6 +31,7 @@ from .raw import (
     slot,
     write_shards,
 )
+from .workspace import REPLACED
 
 REPORT = "quantization_report.json"
 OF_ITS_OWN = (  # files that say how the folder they lie in is stored

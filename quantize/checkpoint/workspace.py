@@ -7,6 +7,7 @@ What can go on after a kill keeps a journal in it, see journal.py.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from .lock import OutputLock, is_lock_file
 
 JOURNAL = "journal.json"
 LOCK = "lock"
+REPLACED = "replaced"  # an older output, until the new one has its name
 
 
 def partial_folder(out: Path) -> Path:
@@ -28,7 +30,8 @@ def partial_folder(out: Path) -> Path:
 def workspace(out: Path) -> Iterator[Path]:
     """An empty folder on the disk of `out`, locked; removed on leaving, whatever happens.
 
-    What a killed process left of `out` is thrown away. UserError when another process is at work on
+    What a killed process left of `out` is thrown away, but an older output that it was about to
+    replace is put back; so it is when this one fails. UserError when another process is at work on
     `out`, or something that is not ours is in the way.
     """
     folder = partial_folder(out)
@@ -41,9 +44,11 @@ def workspace(out: Path) -> Iterator[Path]:
         raise in_the_way(folder)
     lock = lock_folder(folder)
     try:
+        _put_back(folder, out)
         empty(folder, kept=(LOCK,))
         yield folder
     finally:
+        _put_back(folder, out)
         remove(folder, lock)
 
 
@@ -82,6 +87,11 @@ def remove(folder: Path, lock: OutputLock) -> None:
     except OSError as e:  # another process has begun there in between
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
+
+
+def _put_back(folder: Path, out: Path) -> None:
+    if (folder / REPLACED).exists() and not out.exists():
+        os.replace(folder / REPLACED, out)
 
 
 def _is_left_over(folder: Path) -> bool:
