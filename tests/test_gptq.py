@@ -40,7 +40,7 @@ def solve(w: torch.Tensor, h: torch.Tensor, spec: QuantSpec, settings: GPTQSetti
 @pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("granularity", [Group(32), Channel()], ids=["g32", "channel"])
-@pytest.mark.parametrize("act_order", ["static", "none"])
+@pytest.mark.parametrize("act_order", ["static", "none", "desc_act"])
 def test_beats_rounding_to_nearest(layer, num_bits, symmetric, granularity, act_order) -> None:
     w, h = layer
     spec = QuantSpec(num_bits, granularity=granularity, symmetric=symmetric)
