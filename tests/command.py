@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "NO_COLOR": "1",
     "TERM": "dumb",
 }
-COMMANDS = ("run", "inspect", "generate", "eval", "export")  # those that take a model
+COMMANDS = ("plan", "run", "inspect", "generate", "eval", "export")  # those that take a model
 Asked = Callable[[str | Path], list[str | Path]]  # from a model to a command's arguments
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -70,8 +70,10 @@ class Commands:
         *args: str | Path,
         cwd: Path | None = None,
         kill_at: tuple[str, str, int] | None = None,
+        before: str = "",
     ) -> Outcome:
-        """Run `quantize args`; kill_at: where it is to be killed (see tests/zygote.py)."""
+        """Run `quantize args`; kill_at: where it is to be killed (see tests/zygote.py); before:
+        code that its process runs first."""
         stdout, stderr = self._scratch / "stdout", self._scratch / "stderr"
         request = {
             "args": [str(a) for a in args],
@@ -79,6 +81,7 @@ class Commands:
             "stdout": str(stdout),
             "stderr": str(stderr),
             "kill_at": kill_at,
+            "before": before,
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")

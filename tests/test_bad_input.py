@@ -145,6 +145,8 @@ def test_models_that_cannot_be_quantized(
     apply, parts = UNFIT[damage]
     apply(folder)
     command(*asked["run"](folder)).refuses(*parts)
+    if not damage.startswith("NaN"):  # a plan reads no weight
+        command(*asked["plan"](folder)).refuses(*parts)
 
 
 SIZES = {
@@ -180,7 +182,7 @@ def test_other_kinds_of_model(
 ) -> None:
     model_class, its_config, part = NOT_CAUSAL[kind]
     folder = not_causal(tmp_path / "model", its_config, model_class)
-    for name in ("run", "generate", "eval"):
+    for name in ("plan", "run", "generate", "eval"):
         command(*asked[name](folder)).refuses(part)
     command(*asked["export"](folder)).refuses(model_class.__name__)
 

@@ -31,7 +31,7 @@ from .work import Work, problems_of
 
 WORTH_TIMING = 2e9  # multiply-adds, and weights times PER_WEIGHT, from which a run is timed
 PER_WEIGHT = 500  # operations on each weight that is quantized, roughly
-SPARE_BYTES = 1 << 26  # on the disk, for reports, tokenizer and the like
+SPARE_BYTES = 1 << 24  # on the disk, for reports, tokenizer and the like
 
 
 @dataclass(frozen=True)
