@@ -80,6 +80,7 @@ def asked(calibration: list[str], story: Path, out: Path) -> dict[str, Asked]:
     """Each command by name: from a model to its arguments."""
     evaluated = ["--text", story, "--ctx", "64", "--windows", "1"]
     return {
+        "plan": lambda model: ["plan", model, "-o", out, *calibration, "--no-timing"],
         "run": lambda model: ["run", model, "-o", out, *calibration],
         "inspect": lambda model: ["inspect", model],
         "generate": lambda model: ["generate", model, "the dog", "--max-tokens", "2"],
