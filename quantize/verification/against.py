@@ -37,7 +37,7 @@ SCALING, ROTATING = ("smoothquant", "awq"), "rotate"
 
 
 class TensorError(NamedTuple):
-    """A quantized weight's distance from the original's. role: the linear's last name, its width."""
+    """How far a quantized weight is from the original. role: the linear's last name, its width."""
 
     name: str
     role: str

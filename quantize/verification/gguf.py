@@ -23,6 +23,8 @@ NEEDED = (
 QUANTIZATION_VERSION = 2
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator")
 MOST_LAYERS = 4096
+ALIKE = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "gemma", "gemma2", "gemma3")
+NEARLY = 0.9
 
 
 def examine_gguf(path: Path) -> tuple[list[Finding], int]:
@@ -137,7 +139,8 @@ def _layers(container: Container) -> Iterator[Finding]:
 
 
 def _alike(container: Container, count: int) -> Iterator[Finding]:
-    """What most layers have, every layer has, in the shape that most have."""
+    """What one layer of an architecture of ALIKE has, every layer has; of others, what nearly all
+    have, since some alternate; in the shape that most have."""
     shapes: dict[str, Counter[tuple[int, ...]]] = {}
     for name, stored in container.tensors.items():
         layer = LAYER.fullmatch(name)
@@ -145,7 +148,8 @@ def _alike(container: Container, count: int) -> Iterator[Finding]:
             yield finding("GGUF shape", name, f"layers below {count}, the block_count", name)
         elif layer is not None:
             shapes.setdefault(layer[2], Counter())[stored.shape] += 1
-    usual = {part: c.most_common(1)[0][0] for part, c in shapes.items() if c.total() * 2 > count}
+    least = 1 if container.keys.get("general.architecture") in ALIKE else NEARLY * count
+    usual = {part: c.most_common(1)[0][0] for part, c in shapes.items() if c.total() >= least}
     if not usual:
         yield finding("GGUF tensor missing", "blk.0", f"{count} layers", "no layer's tensors")
     for i in range(count):

@@ -1,0 +1,238 @@
+"""Faults of GGUF files are found by class, and a whole file has none."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+from lowbit.kernels.errors import UserError
+from lowbit.quantize import verify
+from lowbit.quantize.gguf.export import export_gguf
+from lowbit.quantize.gguf.reader import GGUFFile
+from lowbit.quantize.verification.findings import FAULTS
+from lowbit.quantize.verification.findings import GGUF as CLASSES
+from lowbit.quantize.verification.gguf_blocks import FIELDS, FLOATS
+
+from .gguf_models import tiny_llama
+
+UP = "blk.1.ffn_up.weight"
+Kind = gguf.GGMLQuantizationType
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gguf")
+    model = tiny_llama(folder / "model")
+    export_gguf(model, folder / "m.gguf", "Q4_1", progress=False)
+    return folder / "m.gguf"
+
+
+Edit = Callable[[dict[str, Any], dict[str, tuple[np.ndarray, Kind]]], object]
+
+
+def rewritten(whole: Path, out: Path, edit: Edit) -> None:
+    """The file again, by gguf's own writer, with keys and tensors (bytes [rows, n]) edited."""
+    file = GGUFFile(whole)
+    keys = dict(file.keys)
+    raw = whole.read_bytes()
+    tensors = {
+        name: (
+            np.frombuffer(raw, np.uint8, t.nbytes, t.start).reshape(*t.shape[:-1], -1).copy(),
+            Kind[t.kind],
+        )
+        for name, t in file.tensors.items()
+    }
+    edit(keys, tensors)
+    writer = gguf.GGUFWriter(out, keys.pop("general.architecture", "llama"))
+    for key, value in keys.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_array(key, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def key(name: str, value: Any) -> Edit:
+    return lambda keys, tensors: keys.update({name: value})
+
+
+def no_key(name: str) -> Edit:
+    return lambda keys, tensors: keys.pop(name)
+
+
+def scale_of_nan(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+    tensors[UP][0][3, :2] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
+
+
+def fewer_columns(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+    data, kind = tensors[UP]
+    tensors[UP] = (data[:32], kind)
+    for i in (2, 3):
+        tensors.update({n.replace("blk.0.", f"blk.{i}."): t for n, t in tensors.items()
+                        if n.startswith("blk.0.")})  # fmt: skip
+    keys["llama.block_count"] = 4
+
+
+EDITS: dict[str, tuple[Edit, str, str]] = {
+    "no architecture's sizes": (no_key("llama.block_count"), "GGUF key", "llama.block_count"),
+    "size of zero": (key("llama.embedding_length", 0), "GGUF key", "embedding_length"),
+    "no version": (no_key("general.quantization_version"), "GGUF version", "quantization_version"),
+    "no embedding": (lambda k, t: t.pop("token_embd.weight"), "GGUF tensor missing", "token_embd"),
+    "tensor of a layer": (lambda k, t: t.pop(UP), "GGUF tensor missing", UP),
+    "other width": (key("llama.embedding_length", 128), "GGUF shape", "token_embd.weight"),
+    "layer too many": (key("llama.block_count", 1), "GGUF shape", "blk.1."),
+    "odd layer": (fewer_columns, "GGUF shape", UP),
+    "too few tokens": (
+        lambda k, t: k["tokenizer.ggml.tokens"].pop(), "GGUF tokenizer", "tokenizer.ggml.tokens"),
+    "token twice": (
+        lambda k, t: k["tokenizer.ggml.tokens"].__setitem__(1, k["tokenizer.ggml.tokens"][0]),
+        "GGUF tokenizer", "tokenizer.ggml.tokens"),
+    "types of others": (
+        lambda k, t: k["tokenizer.ggml.token_type"].pop(), "GGUF tokenizer", "token_type"),
+    "no merges": (no_key("tokenizer.ggml.merges"), "GGUF tokenizer", "merges"),
+    "end beyond": (key("tokenizer.ggml.eos_token_id", 9999), "GGUF tokenizer", "eos_token_id"),
+    "no pre-tokenizer": (no_key("tokenizer.ggml.pre"), "GGUF pre-tokenizer", "tokenizer.ggml.pre"),
+    "scale of NaN": (scale_of_nan, "GGUF block", UP),
+    "zeros": (lambda k, t: t[UP][0].fill(0), "all zero", UP),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_each_fault_is_found(name: str, whole: Path, tmp_path: Path) -> None:
+    edit, fault, where = EDITS[name]
+    rewritten(whole, tmp_path / "m.gguf", edit)
+    report = verify(tmp_path / "m.gguf")
+    found = [f for f in report.findings if f.fault == fault and where in f.where]
+    assert found, report.findings
+    assert (found[0].severity, found[0].consequence) == FAULTS[fault]
+
+
+def test_a_whole_file_has_no_finding(whole: Path, tmp_path: Path) -> None:
+    assert verify(whole).findings == () and verify(whole).layout == "gguf"
+    rewritten(whole, tmp_path / "m.gguf", lambda keys, tensors: None)
+    assert verify(tmp_path / "m.gguf").findings == ()
+
+
+class Patch(NamedTuple):
+    """`value` written at `offset` from the place of `marker`'s end (None: the file's start)."""
+
+    marker: bytes | None
+    offset: int
+    value: bytes
+
+
+TABLE = UP.encode()  # then: u32 dims, u64 each, u32 type, u64 offset
+PATCHES: dict[str, tuple[Patch, str]] = {
+    "magic": (Patch(None, 0, b"GGML"), "magic"),
+    "version": (Patch(None, 4, struct.pack("<I", 9)), "version"),
+    "tensor count": (Patch(None, 8, struct.pack("<Q", 1 << 60)), "counts"),
+    "key count": (Patch(None, 16, struct.pack("<Q", 1 << 60)), "counts"),
+    "key's length": (Patch(None, 24, struct.pack("<Q", 1 << 60)), "truncated"),
+    "dimensions": (Patch(TABLE, 0, struct.pack("<I", 9)), "shape"),
+    "shape that overflows": (Patch(TABLE, 4, struct.pack("<QQ", 1 << 47, 1 << 47)), "shape"),
+    "shape of nothing": (Patch(TABLE, 4, struct.pack("<Q", 0)), "shape"),
+    "columns of no block": (Patch(TABLE, 4, struct.pack("<Q", 63)), "block"),
+    "type": (Patch(TABLE, 20, struct.pack("<I", 99)), "type"),
+    "misaligned": (Patch(TABLE, 24, struct.pack("<Q", 33)), "alignment"),
+    "overlap": (Patch(TABLE, 24, struct.pack("<Q", 0)), "overlap"),
+    "beyond the end": (Patch(TABLE, 24, struct.pack("<Q", 1 << 40)), "truncated"),
+    "alignment": (Patch(b"general.file_type", 0, struct.pack("<I", 13)), "metadata type"),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_broken_container_is_named_and_refused(name: str, whole: Path, tmp_path: Path) -> None:
+    patch, fault = PATCHES[name]
+    data = bytearray(whole.read_bytes())
+    at = patch.offset
+    if patch.marker is not None:
+        at += data.index(patch.marker) + len(patch.marker)
+    data[at : at + len(patch.value)] = patch.value
+    (tmp_path / "bad.gguf").write_bytes(data)
+    (found,) = verify(tmp_path / "bad.gguf").findings
+    assert found.fault == "GGUF container" and found.found.startswith(fault), found
+    with pytest.raises(UserError, match="damaged or no GGUF file"):
+        GGUFFile(tmp_path / "bad.gguf")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 0.3, 0.999])
+def test_a_truncated_file_is_not_whole(kept: float, whole: Path, tmp_path: Path) -> None:
+    data = whole.read_bytes()
+    end = kept if isinstance(kept, int) else int(kept * len(data))
+    (tmp_path / "cut.gguf").write_bytes(data[:end])
+    assert [f.fault for f in verify(tmp_path / "cut.gguf").findings] == ["GGUF container"]
+
+
+def test_bytes_behind_the_last_tensor_are_named(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.gguf").write_bytes(whole.read_bytes() + b"x" * 100)
+    report = verify(tmp_path / "long.gguf")
+    assert [f.fault for f in report.findings] == ["GGUF trailing bytes"] and report.whole
+
+
+@pytest.mark.parametrize("kind", sorted({*FIELDS, "MXFP4", "Q8_K"} - {"Q8_1", "Q1_0"}))
+def test_a_scale_of_nan_is_found_in_every_type(kind: str, tmp_path: Path) -> None:
+    """Where gguf can dequantize, its values are not finite just where the scale is not."""
+    block, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    data = np.random.default_rng(0).integers(0, 60, (2, nbytes), dtype=np.uint8)
+    if kind == "Q8_K":
+        sums = data[:, 4:260].astype(np.int16).reshape(2, 16, 16).sum(-1).astype("<i2")
+        data[:, 260:] = sums.view(np.uint8)
+    assert _blocks(data, kind, tmp_path) == []
+    places = FIELDS.get(kind, (0,))
+    for at in places:
+        bad = data.copy()
+        nan = np.float32("nan").tobytes() if kind == "Q8_K" else np.float16("nan").tobytes()
+        nan = b"\xff" if kind == "MXFP4" else nan
+        bad[1, at : at + len(nan)] = np.frombuffer(nan, np.uint8)
+        assert _blocks(bad, kind, tmp_path) == ["GGUF block"]
+        if kind not in ("Q8_K", "MXFP4"):
+            values = gguf.quants.dequantize(bad, Kind[kind])
+            assert np.isfinite(values[0]).all() and not np.isfinite(values[1]).all()
+
+
+def test_sums_of_codes_are_held_against_the_codes(tmp_path: Path) -> None:
+    nbytes = gguf.GGML_QUANT_SIZES[Kind.Q8_K][1]
+    data = np.zeros((1, nbytes), dtype=np.uint8)
+    data[0, 4] = 7
+    assert _blocks(data, "Q8_K", tmp_path) == ["GGUF block"]
+    data[0, 260] = 7
+    assert _blocks(data, "Q8_K", tmp_path) == []
+
+
+def test_every_type_has_its_check() -> None:
+    whole_numbers = {"I8", "I16", "I32", "I64"}
+    others = {"IQ1_M", "NVFP4", "Q8_K", "MXFP4"}  # the first two hold no half float or exponent
+    assert {k.name for k in gguf.GGML_QUANT_SIZES} <= {*FIELDS, *FLOATS, *whole_numbers, *others}
+
+
+def _blocks(data: np.ndarray, kind: str, tmp_path: Path) -> list[str]:
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_type("adapter")
+    writer.add_uint32("general.quantization_version", 2)
+    writer.add_tensor("x", data, raw_dtype=Kind[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [f.fault for f in verify(tmp_path / "k.gguf").findings]
+
+
+def test_every_class_is_tested() -> None:
+    tested = {fault for _, fault, _ in EDITS.values()}
+    assert tested - {"all zero"} == set(CLASSES) - {"GGUF container", "GGUF trailing bytes"}
