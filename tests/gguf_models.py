@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowbit.quantize.gguf.codecs import Codec
+from lowbit.quantize.gguf.blocks import Codec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -63,8 +63,9 @@ def tiny_llama(folder: Path, tokenizer: Tokenizer | None = None, **changes: obje
     return folder
 
 
-def llama_cpp_blocks(x: Tensor, codec: type[Codec]) -> Tensor:
-    """float32 [rows, columns] to llama.cpp's own bytes [rows, bytes], from its shared library."""
+def llama_cpp_blocks(x: Tensor, codec: type[Codec], importance: Tensor | None = None) -> Tensor:
+    """float32 [rows, columns] to llama.cpp's own bytes [rows, bytes], from its shared library;
+    importance: float32 [columns]."""
     xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp (xllamacpp) is not installed")
     import gguf
 
@@ -81,8 +82,10 @@ def llama_cpp_blocks(x: Tensor, codec: type[Codec]) -> Tensor:
         ctypes.c_void_p,
     ]
     x = x.contiguous()
+    weights = None if importance is None else importance.contiguous()
     out = torch.zeros(x.shape[0], codec.row_bytes(x.shape[1]), dtype=torch.uint8)
     kind = int(gguf.GGMLQuantizationType[codec.name])
-    written = quantize(kind, x.data_ptr(), out.data_ptr(), 0, x.shape[0], x.shape[1], None)
+    weight_pointer = None if weights is None else weights.data_ptr()
+    written = quantize(kind, x.data_ptr(), out.data_ptr(), 0, *x.shape, weight_pointer)
     assert written == out.numel()
     return out

@@ -8,12 +8,11 @@ A tensor whose columns do not fill whole blocks falls back, at last to F16.
 from __future__ import annotations
 
 from ...kernels.errors import UserError
-from .codecs import BF16, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Codec
-from .q6_k import Q6_K
+from .blocks import CODECS, Codec
+from .blocks.k_quants import Q6_K
+from .blocks.legacy import Q8_0
+from .blocks.plain import F16, F32
 
-CODECS: dict[str, type[Codec]] = {
-    c.name: c for c in (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q6_K)
-}
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32,
 }  # fmt: skip
