@@ -9,6 +9,7 @@ import pytest
 
 from .command import Asked, Commands
 from .models import SENTENCE, deep_llama
+from .small_disk import SmallDisk
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,14 @@ def shallow_packed(
     out = tmp_path_factory.mktemp("packed") / "shallow-w4"
     assert command("run", shallow, "-o", out, *calibration).code == 0
     return out
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A disk that can be filled."""
+    disk = SmallDisk(tmp_path / "disk")
+    yield disk
+    disk.unmount()
 
 
 @pytest.fixture

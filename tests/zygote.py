@@ -1,8 +1,10 @@
 """A process that has torch imported and forks a child for each `quantize` command that it is sent.
 
 Every command thus runs in a process of its own, with real exit codes and signals, without paying
-for the imports anew. Protocol, one JSON object a line: in {args, cwd, stdout, stderr, kill_at},
-out {"code": n}, negative when a signal ended the child, as subprocess has it.
+for the imports anew. Protocol, one JSON object a line: in {args, cwd, stdout, stderr, kill_at,
+before}, out {"code": n}, negative when a signal ended the child, as subprocess has it.
+
+before: code that the child runs first.
 
 kill_at [module, function or Class.method, n]: SIGKILL itself when that is called for the n-th time.
 """
@@ -53,6 +55,7 @@ def _run(request: dict[str, Any]) -> None:
     sys.argv = ["quantize", *request["args"]]
     code = 1
     try:
+        exec(request["before"], {})
         if request["kill_at"]:
             kill_at(*request["kill_at"])
         from lowbit.quantize.cli import main

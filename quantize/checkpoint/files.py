@@ -6,16 +6,25 @@ A file's bytes are fsynced before the function that writes it returns; a folder'
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from ...kernels.errors import UserError
 
 COPY_BYTES = 1 << 22
+_MORE_SPACE = "free some or choose another place"
+_OTHER_PLACE = "choose a place that you may use"
+REMEDIES = {
+    errno.ENOSPC: _MORE_SPACE, errno.EDQUOT: _MORE_SPACE, errno.EACCES: _OTHER_PLACE,
+    errno.EPERM: _OTHER_PLACE, errno.EROFS: _OTHER_PLACE, errno.EEXIST: _OTHER_PLACE,
+    errno.ENOTDIR: _OTHER_PLACE, errno.EISDIR: _OTHER_PLACE,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}  # fmt: skip
 
 
 class FileRecord(NamedTuple):
@@ -42,13 +51,13 @@ class HashedWriter:
 
 
 @contextmanager
-def synced(path: Path) -> Iterator[BinaryIO]:
-    """`path` opened for writing and fsynced when it is whole; an OSError names it.
+def synced(path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
+    """`path` opened to be written or added to, and fsynced when it is whole; an OSError names it.
 
     UserError when its folder is not there any more.
     """
     try:
-        with path.open("wb") as f:
+        with path.open(mode) as f:
             yield f
             f.flush()
             os.fsync(f.fileno())
@@ -68,6 +77,17 @@ def synced_and_hashed(path: Path) -> Iterator[HashedWriter]:
     """The same for a file that is written in one go; its `record` is whole on leaving."""
     with synced(path) as f:
         yield HashedWriter(f)
+
+
+def explained(e: OSError) -> str | None:
+    """What went wrong with which file and what to do about it; None where that is not known."""
+    number, said = e.errno, e.strerror
+    if number is None and "requested and" in str(e):  # numpy's, for a write that was cut short
+        number, said = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    if number not in REMEDIES:
+        return None
+    place = e.filename2 or e.filename
+    return f"{said}{f': {place}' if place else ''}; {REMEDIES[number]}"
 
 
 def write_text(path: Path, text: str) -> FileRecord:

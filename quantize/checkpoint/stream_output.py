@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .files import fsync_folder
+from .files import fsync_folder, synced
 from .raw import Entry, OpenShard
 
 FINISHED = "finished.txt"
@@ -60,10 +59,8 @@ class StreamOutput:
     def _sync(self) -> None:
         for shard in self._touched:
             shard.sync()
-        with self._record.open("ab") as f:
+        with synced(self._record, "ab") as f:
             f.write("".join(f"{name}\n" for name in self._waiting).encode())
-            f.flush()
-            os.fsync(f.fileno())
         self._touched, self._waiting, self._unsynced = set(), [], 0
 
     def _remove_others(self, shards: set[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import traceback
 from typing import Any
@@ -11,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...kernels.errors import UserError
+from ..checkpoint.files import explained
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
@@ -20,15 +20,6 @@ from .inspect import inspect
 from .plan import plan
 from .run import run
 from .verify import verify
-
-_MORE_SPACE = "free some or choose another place"
-_OTHER_PLACE = "choose a place that you may use"
-REMEDIES = {
-    errno.ENOSPC: _MORE_SPACE, errno.EDQUOT: _MORE_SPACE, errno.EACCES: _OTHER_PLACE,
-    errno.EPERM: _OTHER_PLACE, errno.EROFS: _OTHER_PLACE, errno.EEXIST: _OTHER_PLACE,
-    errno.ENOTDIR: _OTHER_PLACE, errno.EISDIR: _OTHER_PLACE,
-    errno.ENAMETOOLONG: "choose a shorter name",
-}  # fmt: skip
 
 
 class _Interrupted(Exception):
@@ -74,11 +65,8 @@ def main() -> None:
     except _Interrupted:
         _fail("interrupted", 130)
     except OSError as e:
-        remedy = REMEDIES.get(e.errno or 0)
-        if remedy is None:
-            _fault()
-        place = e.filename2 or e.filename
-        _fail(f"{e.strerror}{f': {place}' if place else ''}; {remedy}", 2)
+        said = explained(e)
+        _fault() if said is None else _fail(said, 2)
     except Exception:
         _fault()
 
