@@ -59,8 +59,7 @@ def measure_run(model: Path, out: Path, options: list[str]) -> Cost:
 def random_llama(folder: Path, layers: int) -> Path:
     """A random Llama of SmolLM2's width with `layers` layers and a word tokenizer."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -69,11 +68,19 @@ def random_llama(folder: Path, layers: int) -> Path:
         tie_word_embeddings=True, max_position_embeddings=2048,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+    save_word_tokenizer(folder)
+    return folder
+
+
+def save_word_tokenizer(folder: Path) -> None:
+    """A tokenizer whose words are w0, w1, ..., one an id."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def random_text(path: Path) -> Path:

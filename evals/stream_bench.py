@@ -19,13 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..calib.shards import Shards
-from ..quantize.checkpoint.raw import OpenShard, Slot, slot, split_shards, write_index
+from ..quantize.checkpoint.raw import (
+    OpenShard,
+    Slot,
+    slot,
+    split_shards,
+    tensor_bytes,
+    write_index,
+)
 from .report import environment
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000  # Llama-2-7B
@@ -119,11 +127,14 @@ def _slots(shapes: dict[str, tuple[int, ...]]) -> list[Slot]:
 
 
 def _write_random(shard: OpenShard, t: Slot) -> None:
-    generator = torch.Generator().manual_seed(0)
-    piece = torch.randn(PIECE // 2, generator=generator).mul_(0.02).bfloat16()
-    data = piece.view(torch.uint8).numpy().tobytes()
+    """Normal numbers, no two pieces alike, as wide as a trained model's; norms are ones."""
+    generator = torch.Generator().manual_seed(zlib.crc32(t.name.encode()))
     for start in range(0, t.nbytes, PIECE):
-        shard.append(t.name, data[: min(PIECE, t.nbytes - start)])
+        count = min(PIECE, t.nbytes - start) // 2
+        values = torch.ones(count)
+        if len(t.shape) > 1:
+            values = torch.randn(count, generator=generator).mul_(0.02)
+        shard.append(t.name, tensor_bytes(values.bfloat16()))
 
 
 def main() -> None:
