@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 FLAG_OF = {"source": "calib"}  # fields whose flag has another name
 NOT_OF_THE_RECIPE = {
     "model", "out", "device", "recipe", "dump_recipe", "overwrite", "restart", "as_json", "help",
-    "kv", "budget", "settings", "preset",
+    "kv", "budget", "settings", "preset", "layout", "max_shard_size",
 }  # fmt: skip
 NAMES = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
 COUNTS = st.integers(1, 2**40)
@@ -47,7 +47,7 @@ VALUES: dict[type, dict[str, st.SearchStrategy[Any]]] = {
     GPTQSettings: {
         "dampening_frac": st.floats(0, 1, exclude_min=True),
         "block_size": COUNTS,
-        "act_order": st.sampled_from(["static", "none"]),
+        "act_order": st.sampled_from(["static", "none", "desc_act"]),
         "static_groups": st.booleans(),
         "scale_search": st.sampled_from(["hessian", "minmax"]),
         "input_correction": st.floats(0, 1),
@@ -142,7 +142,8 @@ def test_every_field_has_an_option_and_every_option_a_field() -> None:
     assert options == {FLAG_OF.get(name, name) for _, name in ALL}
     for owner, table in VALUES.items():
         assert {f.name for f in fields(owner)} - set(QUANTIZERS) == set(table)
-    assert {f.name for f in fields(Recipe)} == {"passes", "calibration", "execution", "budget"}
+    of_a_recipe = {"passes", "calibration", "execution", "budget", "format"}
+    assert {f.name for f in fields(Recipe)} == of_a_recipe
 
 
 def test_a_chain_of_methods_is_a_list_of_passes() -> None:
