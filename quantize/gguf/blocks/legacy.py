@@ -132,7 +132,7 @@ class AffineCodec(SearchedCodec):
 
     @classmethod
     def pack(cls, d: Tensor, m: Tensor, q: Tensor) -> Tensor:
-        """Scale, minimum [n, 1] (rounded to float16) and int8 codes [n, 32] to uint8 [n, nbytes]."""
+        """Scale, minimum [n, 1] (rounded to float16), int8 codes [n, 32] to uint8 [n, nbytes]."""
         codes = code_bytes(q.contiguous().view(torch.uint8), cls.high)
         return torch.cat([to_half_bytes(d), to_half_bytes(m), *codes], -1)
 
