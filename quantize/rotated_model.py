@@ -23,7 +23,8 @@ from .checkpoint.files import fsync_folder, write_text
 from .checkpoint.load import read_config
 from .checkpoint.manifest import write_manifest
 from .checkpoint.raw import write_shards
-from .checkpoint.save import check_output, copy_side_files, made_tensor, put_in_place, to_store
+from .checkpoint.save import check_output, made_tensor, put_in_place, to_store
+from .checkpoint.side_files import copy_side_files
 from .checkpoint.workspace import workspace
 from .passes.settings import RotateSettings
 from .rotated_source import RotatedSource

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ...calib.safetensors_file import DTYPES
-from ...calib.shards import INDEX, TensorSource
+from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from ...kernels.finite import all_finite
 from ..spec import KVSpec, LayerScheme
-from .files import FileRecord, copy_file, fsync_folder, write_text
+from .files import FileRecord, fsync_folder, write_text
 from .journal import Journal
 from .kv_config import with_kv_cache
 from .layouts import NATIVE, Layout
 from .load import read_config
-from .manifest import MANIFEST, write_manifest
+from .manifest import write_manifest
 from .raw import (
     MAX_SHARD_BYTES,
     MadeTensor,
@@ -31,15 +31,8 @@ from .raw import (
     slot,
     write_shards,
 )
+from .side_files import REPORT, copy_side_files, side_files
 from .workspace import REPLACED
-
-REPORT = "quantization_report.json"
-OF_ITS_OWN = (  # files that say how the folder they lie in is stored
-    "config.json", INDEX, MANIFEST, REPORT, "quantize_config.json", "quant_config.json",
-)  # fmt: skip
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".pkl",
-)  # fmt: skip
 
 
 class LinearStorage(NamedTuple):
@@ -62,8 +55,10 @@ def check_output(source: Path, out: Path, overwrite: bool) -> None:
     """UserError when the output folder cannot be made under its name.
 
     Nor may it hold the model's folder `source` or lie within it: the one would be replaced along
-    with it, and the other's files are copied.
+    with it, and the other's files are copied. DamagedFile when some of these cannot be.
     """
+    if source.is_dir():
+        side_files(source)
     inside, outside = out.resolve(), source.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise UserError(f"{out} and the model's folder {source} overlap; choose another output")
@@ -165,34 +160,6 @@ def put_in_place(folder: Path, out: Path) -> None:
         os.replace(out, old)
     os.replace(folder, out)
     fsync_folder(out.absolute().parent)
-
-
-def copy_side_files(source: Path, folder: Path) -> dict[str, FileRecord]:
-    """Everything that rode with the model: tokenizer, chat template, generation config, others.
-
-    Returns the records of the copies by their paths in `folder`.
-    """
-    copied: dict[str, FileRecord] = {}
-    for path in sorted(source.iterdir()):
-        if path.name not in OF_ITS_OWN:
-            _copy_side_file(path, path.name, folder, copied)
-    return copied
-
-
-def _copy_side_file(path: Path, name: str, folder: Path, copied: dict[str, FileRecord]) -> None:
-    if path.name.startswith(".") or _is_weights(path.name):
-        return
-    if path.is_dir():
-        (folder / name).mkdir()
-        for inner in sorted(path.iterdir()):
-            _copy_side_file(inner, f"{name}/{inner.name}", folder, copied)
-        fsync_folder(folder / name)
-    else:
-        copied[name] = copy_file(path, folder / name)
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((*WEIGHT_SUFFIXES, ".bin.index.json"))
 
 
 def _all_tensors(

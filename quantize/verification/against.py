@@ -23,7 +23,7 @@ from ...calib.safe_files import read_json_object
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from ..checkpoint.layouts import Layout
-from ..checkpoint.save import REPORT
+from ..checkpoint.side_files import REPORT
 from ..fp8_source import open_source
 from ..spec import LayerScheme
 from .findings import Finding, finding
