@@ -1,8 +1,10 @@
 """How much memory a run holds at its peak, counted from shapes. Nothing is measured here.
 
 A run holds one decoder layer, its statistics, what a solver makes of them, and the hidden states of
-all calibration rows. In sequence, every batch of rows also waits half-way through the layer with
-what it has computed so far. Each moment of a run is added up; the peak is the largest.
+all calibration rows. In sequence, every batch of rows also waits half-way through the layer, with
+what it has computed so far; what is freed from one stop to the next is of other sizes than what is
+taken, so the heap grows to about the sum of them (measured: 17 KB a token where the sum is 16).
+Each moment of a run is added up; the peak is the largest.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ FLOAT = 4  # bytes of a float32
 MOMENTS = 6  # square matrices of an input's width while its second moments are factored
 SOLVED_BYTES = 18  # of each weight that is solved: master, transposed copy, codes, value
 LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
+LIBRARY_BYTES = 150 << 20  # code and buffers of torch's kernels, resident once they have run
+HEAD_COPIES = 5  # of a head in float32 while it is quantized
 TEMPORARIES = 4  # copies of a batch's widest activations while a layer runs
-STREAMED_BYTES = 160 << 20  # chunks and file buffers of a streamed run
+STREAMED_BYTES = 128 << 20  # chunks and file buffers of a streamed run
 CUDA_HOST_BYTES = 2 << 30  # what CUDA's libraries take of the host's memory
 
 
@@ -60,19 +64,24 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
     """What is held while the embedding is at work, in each stop of a layer, and at the head."""
     states = work.tokens * work.hidden * model.itemsize
     followed = 1 + _follows_float_model(work.recipe)
-    yield {"embeddings": model.outside, "hidden states": states}
-    layer = {"layer": model.layer + model.stored, "hidden states": 2 * states * followed}
+    libraries = {"libraries": LIBRARY_BYTES}
+    yield {**libraries, "embeddings": model.outside, "hidden states": states}
+    layer = {
+        **libraries,
+        "layer": model.layer + model.stored,
+        "hidden states": 2 * states * followed,
+        "waiting batches": _waiting(work, model) * followed,
+    }
     yield layer
     for p in work.problems:
         yield {
             **layer,
-            "waiting batches": _waiting(p, work, model) * followed,
             "statistics": _statistics(p, work),
             "solver": _solver(p),
             "a batch at work": _batch(p, work, model),
         }
     if model.head:
-        yield {"head": 5 * model.head, "hidden states": states}
+        yield {**libraries, "head": HEAD_COPIES * model.head, "hidden states": states}
 
 
 def _follows_float_model(recipe: Recipe) -> bool:
@@ -80,10 +89,17 @@ def _follows_float_model(recipe: Recipe) -> bool:
     return whole or "input_shift" in recipe.needs
 
 
-def _waiting(p: Problem, work: Work, model: ModelBytes) -> int:
-    """Batches in front of the problem's linears: what they read there."""
-    in_step = work.recipe.execution.order == "sequential" and bool(work.rows)
-    return int(work.tokens * p.share * p.columns * model.itemsize) if in_step else 0
+def _waiting(work: Work, model: ModelBytes) -> int:
+    """Batches half-way through a layer: at each stop what the linears read, the residual stream
+    and its norm."""
+    if work.recipe.execution.order != "sequential":
+        return 0
+    layers = max(1, work.layers)
+    plain = [p for p in work.problems if p.share == 1]
+    numbers = sum((p.columns + 2 * work.hidden) * -(-p.count // layers) for p in plain)
+    if len(plain) < len(work.problems):  # experts stop twice for all of them
+        numbers += 2 * 3 * work.hidden
+    return work.tokens * numbers * model.itemsize
 
 
 def _statistics(p: Problem, work: Work) -> int:

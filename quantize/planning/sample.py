@@ -62,7 +62,7 @@ def _seconds(layer: nn.Module, call: LayerCall, device: torch.device) -> float:
     run = lambda: forward_layer(layer, call)  # noqa: E731
     run()
     first = time.perf_counter() - start
-    return first if first > 10 * QUICK else seconds_of(run, device, 2)
+    return first if first > 10 * QUICK else seconds_of(run, device, 1)
 
 
 def _products(model: LayeredModel, name: str, seq_len: int) -> float:
