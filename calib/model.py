@@ -22,10 +22,11 @@ from ..kernels.errors import UserError
 from ..kernels.finite import all_finite
 from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
+from .config_sizes import check_sizes
 from .expert_shards import by_expert
 from .experts import check_experts_are_split, split_experts
 from .recorder import LayerCall, Recorder, stand_ins
-from .safe_files import check_json_files
+from .safe_files import check_side_files
 from .shards import Shards, TensorSource
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -233,7 +234,8 @@ def load_config(folder: Path) -> Any:
     """The model's transformers config; UserError when transformers does not know it."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    check_json_files(folder)
+    check_side_files(folder)
+    check_sizes(folder / "config.json")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as e:  # transformers raises whatever its config classes' checks raise

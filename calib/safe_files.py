@@ -55,12 +55,16 @@ class JsonLimits(NamedTuple):
 
 CONFIG = JsonLimits(32 << 20, 2_000_000)
 INDEX = JsonLimits(128 << 20, 4_000_000)
-TOKENIZER = JsonLimits(512 << 20, 16_000_000)
+TOKENIZER = JsonLimits(256 << 20, 8_000_000)
 LARGEST_SIDE_FILE = 64 << 20  # bytes of a chat template, a tokenizer.model and the like
-READ_BY_TRANSFORMERS = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
-    "processor_config.json", "preprocessor_config.json",
+READ_BY_TRANSFORMERS = {
+    "config.json": CONFIG, "generation_config.json": CONFIG, "tokenizer_config.json": INDEX,
+    "special_tokens_map.json": CONFIG, "added_tokens.json": INDEX, "vocab.json": TOKENIZER,
+    "tokenizer.json": TOKENIZER, "chat_template.json": CONFIG, "processor_config.json": CONFIG,
+    "preprocessor_config.json": CONFIG,
+}  # fmt: skip
+TEXTS_READ_BY_TRANSFORMERS = (
+    "tokenizer.model", "chat_template.jinja", "vocab.txt", "merges.txt", "spiece.model",
 )  # fmt: skip
 
 
@@ -142,12 +146,15 @@ def parse_json(data: bytes, path: Path, limits: JsonLimits) -> Any:
     return value
 
 
-def check_json_files(folder: Path) -> None:
-    """DamagedFile when a JSON file of `folder` that transformers would read should not be given to
-    it, for its size or where it lies."""
-    for name in READ_BY_TRANSFORMERS:
+def check_side_files(folder: Path) -> None:
+    """DamagedFile when a file of `folder` that transformers would read should not be given to it,
+    for its size or where it lies."""
+    for name, limits in READ_BY_TRANSFORMERS.items():
         if os.path.lexists(folder / name):
-            check_json_size(folder / name)
+            check_json_size(folder / name, limits)
+    for name in TEXTS_READ_BY_TRANSFORMERS:
+        if os.path.lexists(folder / name):
+            _checked_size(folder / name, LARGEST_SIDE_FILE)
 
 
 def check_json_size(path: Path, limits: JsonLimits = TOKENIZER) -> None:
@@ -158,12 +165,7 @@ def check_json_size(path: Path, limits: JsonLimits = TOKENIZER) -> None:
 
 def read_bytes(path: Path, limit: int = LARGEST_SIDE_FILE) -> bytes:
     """What a file of a model folder holds; DamagedFile beyond `limit` bytes."""
-    checked_path(path.parent, path.name)
-    size = path.stat().st_size
-    if size > limit:
-        raise DamagedFile(
-            path, "size", f"{size:,} bytes", f"at most {limit:,} bytes", what="is not read"
-        )
+    _checked_size(path, limit)
     return path.read_bytes()
 
 
@@ -173,6 +175,15 @@ def read_text(path: Path, limit: int = LARGEST_SIDE_FILE) -> str:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as e:
         raise DamagedFile(path, "text", str(e), "UTF-8", what="is not text") from e
+
+
+def _checked_size(path: Path, limit: int) -> None:
+    checked_path(path.parent, path.name)
+    size = path.stat().st_size
+    if size > limit:
+        raise DamagedFile(
+            path, "size", f"{size:,} bytes", f"at most {limit:,} bytes", what="is not read"
+        )
 
 
 def _bounded(path: Path, limits: JsonLimits) -> bytes:

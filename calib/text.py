@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernels.errors import UserError
 from . import hub
-from .safe_files import check_json_files
+from .safe_files import check_side_files
 
 Split = Literal["calibration", "evaluation"]
 
@@ -85,7 +85,7 @@ def load_tokenizer(model: str | Path) -> Any:
     """The tokenizer of a model folder; UserError when there is none."""
     from transformers import AutoTokenizer
 
-    check_json_files(Path(model))
+    check_side_files(Path(model))
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as e:  # a damaged tokenizer.json makes the tokenizers library raise just that

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...calib.config_sizes import check_sizes
 from ...calib.shards import TensorInfo, TensorSource
 from ...kernels.errors import UserError
 from ...kernels.names import is_ignored, names_in_model
@@ -51,6 +52,11 @@ def build_model(folder: Path, source: TensorSource) -> tuple[Model, list[Finding
     from ...calib.experts import split_experts
     from ...calib.model import build_on_meta, load_config
 
+    try:
+        check_sizes(folder / "config.json")
+    except UserError as e:
+        told = finding("config", "config.json", "sizes that a model can have", e)
+        return Model(None, source, {n: n for n in source.names()}, None), [told]
     try:
         config = load_config(folder)
         vars(config).pop("quantization_config", None)
