@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowbit.quantize.gguf.architectures import LLAMA
 from lowbit.quantize.gguf.blocks import Codec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -25,6 +26,14 @@ def shared_data() -> Path:
     if not folder:
         pytest.skip("LOWBIT_TEST_DATA is not set: no trained tokenizers and models to test with")
     return Path(folder)
+
+
+def llama_name(module: str) -> str:
+    """GGUF's name for a Llama's module."""
+    if module in LLAMA.outer:
+        return LLAMA.outer[module].name
+    layer, _, inner = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{LLAMA.layer[inner].name}"
 
 
 def merging_tokenizer() -> Tokenizer:

@@ -1,8 +1,10 @@
-"""Names, row order, rope divisors, hyperparameters and the choice of block types."""
+"""Names, row order, rope tensors, and hyperparameters between config.json and GGUF keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,25 +12,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.gguf import hparams, names
+from lowbit.quantize.gguf import hparams, names, rope
+from lowbit.quantize.gguf.architectures import ARCHITECTURES, LLAMA
+from lowbit.quantize.gguf.blocks import CODECS
 from lowbit.quantize.gguf.hparams import Hyperparameters
-from lowbit.quantize.gguf.mix import FILE_TYPES, check_file_type, choose_codec
-from transformers import LlamaConfig
+from lowbit.quantize.gguf.rope import Rope
+from lowbit.quantize.gguf.writer import Planned, cut, parse_size, part_paths, writing
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-TINY = Hyperparameters(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_word_embeddings=False,
-)
+from .gguf_zoo import ZOO
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+WRITTEN = frozenset(SIZES)
+TINY = Hyperparameters(LLAMA, SIZES, tied=False, written=WRITTEN)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -36,30 +43,52 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-    },
+    YARN,
+    {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
     LLAMA3,
     {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 64},
 ]
 
 
-def test_every_module_has_one_name_and_back() -> None:
-    modules = list(TINY.shapes())
-    mapped = [names.to_gguf(m) for m in modules]
-    assert len(set(mapped)) == len(modules) == 3 + 9 * TINY.num_hidden_layers
-    assert [names.to_hf(m) for m in mapped if m] == modules
-    assert names.to_gguf("model.layers.1.self_attn.q_proj") == "blk.1.attn_q"
-    assert names.to_gguf("model.layers.1.self_attn.rotary_emb") is None
-    assert names.to_hf("blk.0.attn_qkv") is None
+def with_rope(scaling: dict[str, Any]) -> Hyperparameters:
+    return replace(TINY, rope=Rope(scaling=scaling))
+
+
+def config_of(member: str) -> dict[str, Any]:
+    config = ZOO[member].config(1000)
+    kind = {"gpt2": "GPT2LMHeadModel"}.get(config.model_type)
+    classes = [a.classes for a in ARCHITECTURES if a.model_type == config.model_type]
+    config.architectures = [kind or (classes[0][0] if classes else "MistralForCausalLM")]
+    return config.to_dict()
+
+
+def test_every_tensor_has_one_name() -> None:
+    found = list(names.targets(TINY))
+    weights = [t for t in found if t.part == "weight"]
+    assert len({t.name for t in found}) == len(found)
+    assert len(weights) == 3 + 9 * TINY["num_hidden_layers"]
+    by_name = {t.name: t for t in found}
+    query = by_name["blk.1.attn_q.weight"]
+    assert query.modules == ("model.layers.1.self_attn.q_proj",)
+    assert (query.heads, query.shape) == (4, (64, 64))
+    assert by_name["blk.1.attn_k.bias"].shape == (32,)
+    tied = [t.name for t in names.targets(replace(TINY, tied=True))]
+    assert [n for n in by_name if n not in tied] == ["output.weight", "output.bias"]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_placing_is_undone_by_taking(name: str) -> None:
+    h = hparams.from_config(config_of(name))
+    for target in names.targets(h):
+        x = torch.randn(target.module_shape)
+        placed = target.place(x)
+        expected = target.shape[1:] if target.stacked else target.shape
+        assert placed.shape == expected, target.name
+        torch.testing.assert_close(target.take(placed), x, rtol=1e-6, atol=1e-6)
 
 
 @given(heads=st.integers(1, 5), half=st.integers(1, 6), columns=st.integers(1, 3))
@@ -76,31 +105,47 @@ def test_interleaving_pairs_the_halves_of_a_head(heads: int, half: int, columns:
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_divisors_are_llama_3_s(factor: float) -> None:
-    h = replace(TINY, head_dim=128, rope_theta=500000.0, rope={**LLAMA3, "factor": factor})
-    config = LlamaConfig(head_dim=128, rope_parameters={**h.rope, "rope_theta": 500000.0})
+    scaling = {**LLAMA3, "factor": factor}
+    config = LlamaConfig(head_dim=128, rope_parameters={**scaling, "rope_theta": 500000.0})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500000.0 ** (-torch.arange(0, 128, 2).double() / 128)
-    divisors = h.rope_divisors()
-    assert divisors is not None
+    divisors = rope.tensors(Rope(500000.0, scaling), 128)[rope.FREQS]
     torch.testing.assert_close(plain / divisors, scaled.double(), rtol=1e-6, atol=0)
     assert divisors[0] == 1
     assert divisors[-1] == factor
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
-def test_hyperparameters_survive_config_and_keys(rope: dict[str, Any]) -> None:
-    h = replace(TINY, rope=rope)
+@pytest.mark.parametrize("scaling", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
+def test_ropes_survive_config_and_keys(scaling: dict[str, Any]) -> None:
+    h = with_rope(scaling)
     assert hparams.from_config(hparams.to_config(h)) == h
     keys = {"general.architecture": "llama", **hparams.to_keys(h)}
-    assert hparams.from_keys(keys, h.vocab_size, False, h.rope_divisors()) == h
+    back = hparams.from_keys(keys, h["vocab_size"], False, h.rope_tensors())
+    assert back == h
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
-def test_transformers_reads_the_config_written(rope: dict[str, Any]) -> None:
-    config = LlamaConfig(**hparams.to_config(replace(TINY, rope=rope)))
-    assert config.rope_parameters["rope_theta"] == TINY.rope_theta
-    assert {k: config.rope_parameters[k] for k in rope} == rope
+@pytest.mark.parametrize("scaling", ROPES, ids=lambda r: f"{r['rope_type']}-{len(r)}")
+def test_transformers_reads_the_rope_written(scaling: dict[str, Any]) -> None:
+    config = LlamaConfig(**hparams.to_config(with_rope(scaling)))
+    read: Any = config.rope_parameters
+    assert read["rope_theta"] == 10000.0
+    assert {k: read[k] for k in scaling} == scaling
     assert hparams.from_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_hyperparameters_survive_config_and_keys(name: str) -> None:
+    """Of every architecture: into keys and back, into a config that transformers reads and back."""
+    h = hparams.from_config(config_of(name))
+    keys = {"general.architecture": h.architecture.name, **hparams.to_keys(h)}
+    back = hparams.from_keys(keys, 1000, h.tied, h.rope_tensors())
+    assert (back.architecture, back.tied) == (h.architecture, h.tied)
+    assert back.rope == h.rope
+    assert {n: v for n, v in back.values.items() if v} == {n: v for n, v in h.values.items() if v}
+    config = hparams.to_config(back)
+    loaded = AutoConfig.for_model(**config).to_dict()
+    again = hparams.from_config({**loaded, "architectures": config["architectures"]})
+    assert hparams.to_keys(again) == hparams.to_keys(h)
 
 
 def test_older_configs_are_read_too() -> None:
@@ -109,8 +154,8 @@ def test_older_configs_are_read_too() -> None:
         del config[key]
     config["rope_scaling"] = {"type": "linear", "factor": 3.0}
     h = hparams.from_config(config)
-    assert (h.head_dim, h.num_key_value_heads, h.rope_theta) == (16, 4, 10000.0)
-    assert h.rope == {"rope_type": "linear", "factor": 3.0}
+    assert (h["head_dim"], h["num_key_value_heads"], h.rope.theta) == (16, 4, 10000.0)
+    assert h.rope.scaling == {"rope_type": "linear", "factor": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -119,26 +164,51 @@ def test_older_configs_are_read_too() -> None:
         ({"architectures": ["GPTNeoXForCausalLM"]}, "GPTNeoXForCausalLM"),
         ({"architectures": None}, "none"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"sliding_window": 4096}, "sliding_window"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position"),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 64,
-                    "attention_factor": 1.5,
-                }
-            },
-            "attention_factor",
-        ),
+        ({"rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
+        ({"partial_rotary_factor": 0.5}, "whole heads"),
         ({"num_key_value_heads": 3}, "3 key-value heads"),
+        ({"hidden_size": 0}, "hidden_size must be a positive number"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers must be"),
     ],
 )
 def test_what_llama_cpp_would_compute_wrongly_is_refused(change: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         hparams.from_config({**hparams.to_config(TINY), **change})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [
+        ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen2moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen2", {"head_dim": 32}, "no other head_dim"),
+        ("qwen2", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}}, "llama3"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar"),
+        ("gemma2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "rope_theta"),
+        ("gemma3", {"use_bidirectional_attention": True}, "encoder"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("starcoder2", {"use_bias": False}, "use_bias"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+    ],
+)
+def test_assumptions_of_each_graph_are_checked(
+    name: str, change: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(UserError, match=word):
+        hparams.from_config({**config_of(name), **change})
+
+
+def test_a_window_that_llama_cpp_lacks_is_a_warning() -> None:
+    config = {**config_of("mistral"), "sliding_window": 64}
+    assert "sliding window of 64" in hparams.from_config(config).warnings[0]
+    assert not hparams.from_config({**config, "sliding_window": 256}).warnings
+    assert not hparams.from_config(config_of("gemma3")).warnings
+    unused = {**config_of("qwen2"), "sliding_window": 64, "use_sliding_window": False}
+    assert not hparams.from_config(unused).warnings
 
 
 def test_a_missing_entry_is_named() -> None:
@@ -154,30 +224,41 @@ def test_a_missing_entry_is_named() -> None:
 def test_foreign_rope_divisors_are_refused(divisors: torch.Tensor) -> None:
     keys = {"general.architecture": "llama", **hparams.to_keys(TINY)}
     with pytest.raises(UserError, match="rope_freqs"):
-        hparams.from_keys(keys, 96, False, divisors)
+        hparams.from_keys(keys, 96, False, {rope.FREQS: divisors})
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "file_type", "tied", "expected"),
-    [
-        ("blk.0.ffn_up.weight", 256, "Q4_0", False, "Q4_0"),
-        ("blk.0.ffn_up.weight", 100, "Q4_0", False, "F16"),
-        ("blk.0.ffn_up.weight", 100, "BF16", False, "BF16"),
-        ("token_embd.weight", 256, "Q4_0", False, "Q4_0"),
-        ("token_embd.weight", 256, "Q4_0", True, "Q6_K"),
-        ("output.weight", 256, "Q5_1", False, "Q6_K"),
-        ("output.weight", 64, "Q5_1", False, "Q8_0"),
-        ("output.weight", 65, "Q5_1", False, "F16"),
-        ("output.weight", 256, "Q8_0", False, "Q8_0"),
-        ("output.weight", 256, "F16", False, "F16"),
-    ],
-)
-def test_block_types(name: str, columns: int, file_type: str, tied: bool, expected: str) -> None:
-    assert choose_codec(name, (8, columns), file_type, tied).name == expected
-    assert choose_codec("output_norm.weight", (columns,), file_type, tied).name == "F32"
+def planned(*sizes: int) -> list[Planned]:
+    return [Planned(f"t{i}", (n,), CODECS["F32"]) for i, n in enumerate(sizes)]
 
 
-def test_unknown_file_type_offers_the_known() -> None:
-    assert check_file_type("q4_0") == "Q4_0"
-    with pytest.raises(UserError, match="Q4_K_M.*" + ", ".join(FILE_TYPES)):
-        check_file_type("Q4_K_M")
+def test_parts_are_filled_in_order() -> None:
+    def sizes(limit: int | None) -> list[list[int]]:
+        return [[t.weights for t in part] for part in cut(planned(10, 10, 30, 5, 5), limit)]
+
+    assert sizes(None) == [[10, 10, 30, 5, 5]]
+    assert sizes(80) == [[10, 10], [30], [5, 5]]
+    assert sizes(4) == [[10], [10], [30], [5], [5]]
+    assert [p.name for p in part_paths(Path("m.gguf"), 2)] == [
+        "m-00001-of-00002.gguf",
+        "m-00002-of-00002.gguf",
+    ]
+    assert part_paths(Path("m.gguf"), 1) == [Path("m.gguf")]
+
+
+def test_sizes_are_read() -> None:
+    assert [parse_size(t) for t in ("300", "5K", "7m", "2G")] == [300, 5000, 7000000, 2000000000]
+    for text in ("", "0", "2T", "-1", "1.5G", "G"):
+        with pytest.raises(UserError, match="is no size"):
+            parse_size(text)
+
+
+def test_names_that_llama_cpp_has_no_room_for_are_refused(tmp_path: Path) -> None:
+    def attempt(name: str) -> Iterator[None]:
+        tensor = Planned(name, (1,), CODECS["F32"])
+        with writing(tmp_path / "m.gguf", "llama", {}, [tensor]) as writer:
+            writer.write(torch.zeros(1).numpy())
+        yield
+
+    next(attempt("x" * 63))
+    with pytest.raises(UserError, match="has 64 bytes"):
+        next(attempt("x" * 64))

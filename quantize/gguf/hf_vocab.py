@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -23,6 +23,10 @@ from .spm_model import SpmModel, read_spm_model
 from .vocab import Vocab
 
 UNREACHABLE = -1e9  # score of a token that no merge makes
+ADDED, PADDING = -1000.0, -10000.0  # scores of added tokens and of rows without one
+SPECIAL_LOOKS = re.compile(
+    r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>|<pad>|<mask>|<2mass>|\[@BOS@\]", re.DOTALL
+)
 
 
 def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> Vocab:
@@ -37,23 +41,23 @@ def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> 
     if path.is_file():
         tokenizer, parts = _read_tokenizer(path)
         sentencepiece = _is_sentencepiece(parts, path)
-        tokens, types = _tokens(parts)
     elif spm:
         tokenizer, parts, sentencepiece = None, {}, True
-        tokens, types = _spm_tokens(spm, settings)
     else:
         raise UserError(
             f"{folder} has neither tokenizer.json nor tokenizer.model; write one with "
             "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    special = _special_ids(folder, config, settings, tokens)
-    tokens, types = _pad(tokens, types, config["vocab_size"])
+    entries = _spm_entries(spm) if spm and sentencepiece else _json_entries(parts)
+    _add_tokens(entries, settings, parts, sentencepiece)
+    special = _special_ids(folder, config, settings, {i: e.text for i, e in entries.items()})
+    entries = _pad(entries, config["vocab_size"])
     return Vocab(
         model="llama" if sentencepiece else "gpt2",
         pre=pre or ("default" if sentencepiece or tokenizer is None else identify(tokenizer)),
-        tokens=tokens,
-        types=types,
-        scores=_scores(tokens, parts, spm) if sentencepiece else None,
+        tokens=[e.text for e in entries],
+        types=[e.kind for e in entries],
+        scores=[e.score for e in entries] if sentencepiece else None,
         merges=None if sentencepiece else _merges(parts),
         special=special,
         add_bos=_adds("bos", settings, tokenizer, special, default=sentencepiece),
@@ -99,51 +103,73 @@ def _is_sentencepiece(parts: dict[str, Any], path: Path) -> bool:
     )
 
 
-def _tokens(parts: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:
-    """Text and type of every id of a tokenizer.json."""
-    tokens = {i: token for token, i in parts["model"]["vocab"].items()}
+class _Entry(NamedTuple):
+    """A token: its text, GGUF's type, and its score, which only sentencepiece's use."""
+
+    text: str
+    kind: int
+    score: float
+
+
+def _json_entries(parts: dict[str, Any]) -> dict[int, _Entry]:
+    """The tokens of a tokenizer.json by id, without those added to its model.
+
+    A merge's rank is the score of what it makes: the higher of two scores is merged first.
+    """
     byte_fallback = parts["model"].get("byte_fallback", False)
-    types = {
-        i: v.BYTE if byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token) else v.NORMAL
-        for i, token in tokens.items()
-    }
+    ranks: dict[str, int] = {}
+    for a, b in _merge_pairs(parts) if byte_fallback else []:
+        ranks.setdefault(a + b, len(ranks) + 1)
     unknown = parts["model"].get("unk_token") if byte_fallback else None
-    for added in parts.get("added_tokens", []):
-        i, text = added["id"], added["content"]
-        if text == unknown:
-            types[i] = v.UNKNOWN
-        elif added["special"]:
-            types[i] = v.CONTROL
-        else:
-            types[i] = v.USER_DEFINED
-            text = text.replace(v.SPACE, " ") if byte_fallback else text
-        tokens[i] = text
-    return tokens, types
+    entries = {}
+    for token, i in parts["model"]["vocab"].items():
+        kind = v.UNKNOWN if token == unknown else v.NORMAL
+        if byte_fallback and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            kind = v.BYTE
+        score = -float(ranks[token]) if token in ranks else UNREACHABLE
+        entries[i] = _Entry(token, kind, score)
+    return entries
 
 
-def _spm_tokens(spm: SpmModel, settings: dict[str, Any]) -> tuple[dict[int, str], dict[int, int]]:
-    """Text and type of every id of a tokenizer.model and the tokens added to it."""
-    tokens, types = dict(enumerate(spm.pieces)), dict(enumerate(spm.types))
-    for key, added in settings.get("added_tokens_decoder", {}).items():
-        i = int(key)
-        if types.get(i) == v.UNKNOWN:
-            continue
-        types[i] = v.CONTROL if added.get("special") else v.USER_DEFINED
-        tokens[i] = added["content"]
-    return tokens, types
+def _spm_entries(spm: SpmModel) -> dict[int, _Entry]:
+    """The tokens of a tokenizer.model by id."""
+    columns = zip(spm.pieces, spm.types, spm.scores, strict=True)
+    return {i: _Entry(*column) for i, column in enumerate(columns)}
 
 
-def _pad(tokens: dict[int, str], types: dict[int, int], rows: int) -> tuple[list[str], list[int]]:
+def _add_tokens(
+    entries: dict[int, _Entry],
+    settings: dict[str, Any],
+    parts: dict[str, Any],
+    sentencepiece: bool,
+) -> None:
+    """Put the added tokens into `entries`. Those of tokenizer_config.json replace what is there, as
+    llama.cpp's converter has it; tokenizer.json's keep a score, and the unknown token its type."""
+    listed = {int(i): added for i, added in settings.get("added_tokens_decoder", {}).items()}
+    in_json = {added["id"]: added for added in parts.get("added_tokens", [])}
+    for i, added in (in_json | listed).items():
+        text, there = added["content"], entries.get(i)
+        kind = v.USER_DEFINED
+        if added.get("special") or SPECIAL_LOOKS.fullmatch(text):
+            kind = v.CONTROL
+        elif sentencepiece:
+            text = text.replace(v.SPACE, " ")
+        score = ADDED
+        if sentencepiece and i not in listed and there is not None:
+            kind = v.UNKNOWN if there.kind == v.UNKNOWN else kind
+            score = there.score
+        entries[i] = _Entry(text, kind, score)
+
+
+def _pad(entries: dict[int, _Entry], rows: int) -> list[_Entry]:
     """One token for each of the embedding's `rows`, [PADn] where the tokenizer has none."""
-    if max(tokens) >= rows:
+    last = max(entries)
+    if last >= rows:
         raise UserError(
-            f"the tokenizer has token {max(tokens)} ({tokens[max(tokens)]!r}), but the embedding "
-            f"only {rows} rows; remove the token or resize the embedding"
+            f"the tokenizer has token {last} ({entries[last].text!r}), but the embedding only "
+            f"{rows} rows; remove the token or resize the embedding"
         )
-    return (
-        [tokens.get(i, f"[PAD{i}]") for i in range(rows)],
-        [types.get(i, v.UNUSED) for i in range(rows)],
-    )
+    return [entries.get(i, _Entry(f"[PAD{i}]", v.UNUSED, PADDING)) for i in range(rows)]
 
 
 def _merge_pairs(parts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -154,17 +180,6 @@ def _merge_pairs(parts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _merges(parts: dict[str, Any]) -> list[str]:
     return [f"{a} {b}" for a, b in _merge_pairs(parts)]
-
-
-def _scores(tokens: list[str], parts: dict[str, Any], spm: SpmModel | None) -> list[float]:
-    """A score a token: the higher of two is merged first."""
-    if spm is not None:
-        known = dict(zip(spm.pieces, spm.scores, strict=True))
-        return [known.get(token, UNREACHABLE) for token in tokens]
-    ranks: dict[str, int] = {}
-    for a, b in _merge_pairs(parts):
-        ranks.setdefault(a + b, len(ranks) + 1)
-    return [-float(ranks[t]) if t in ranks else UNREACHABLE for t in tokens]
 
 
 def _prefixes_space(parts: dict[str, Any], spm: SpmModel | None, path: Path) -> bool:
@@ -208,7 +223,7 @@ def _special_ids(
     ids = {text: i for i, text in tokens.items()}
     generation = _read_json(folder / "generation_config.json")
     special: dict[str, int] = {}
-    for role, short in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+    for role, short in v.SHORT_ROLES.items():
         named = settings.get(f"{short}_token")
         text = named.get("content") if isinstance(named, dict) else named
         if text in ids:

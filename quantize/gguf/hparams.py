@@ -1,276 +1,280 @@
-"""A Llama's hyperparameters: out of config.json or GGUF keys, and into either.
+"""A model's hyperparameters: out of config.json or GGUF keys, and into either.
 
-Only what llama.cpp's `llama` architecture computes is accepted; anything else in a config that
-changes the function (another activation, a sliding window, a rope variant) is refused, since the
-file would run and be wrong.
+Only what llama.cpp's graph of the architecture computes is accepted; anything else in a config that
+changes the function (another activation, other windows, a rope variant) is refused, since the file
+would run and be wrong. A sliding window that llama.cpp does not have is a warning: up to its length
+both compute the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
-from .names import llama3_divisors
+from . import rope as ropes
+from .architecture import Architecture
+from .architectures import architecture_of_class, architecture_of_file
+from .rope import Rope, shortest
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings",
-)  # fmt: skip
-LLAMA3_KEYS = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-)  # fmt: skip
-SCALING_KEYS: dict[str, tuple[str, type]] = {
-    "factor": ("llama.rope.scaling.factor", float),
-    "original_max_position_embeddings": ("llama.rope.scaling.original_context_length", int),
-    "beta_fast": ("llama.rope.scaling.yarn_beta_fast", float),
-    "beta_slow": ("llama.rope.scaling.yarn_beta_slow", float),
-}
+ALIASES = {"num_experts": "num_local_experts"}  # versions of transformers differ
+LARGEST = 1 << 31  # of any size in a config or a file
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Hugging Face's names. `rope`: {"rope_type": default|linear|llama3|yarn, and its numbers}."""
+    """`values`: setting -> number, by the names in architecture.py, `vocab_size` and `head_dim`
+    among them. `tied`: whether the output is the embedding. `written`: the optional settings that
+    are written to a file. `warnings`: what llama.cpp computes otherwise."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_word_embeddings: bool
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    architecture: Architecture
+    values: Mapping[str, Any]
+    tied: bool
+    rope: Rope = field(default_factory=Rope)
+    written: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+        heads, kv_heads = self["num_attention_heads"], self["num_key_value_heads"]
+        head_dim = self["head_dim"]
+        if heads % kv_heads or (head_dim % 2 and self.architecture.ropes):
             raise UserError(
-                f"{self.num_attention_heads} heads of {self.head_dim} with "
-                f"{self.num_key_value_heads} key-value heads is no Llama"
+                f"{heads} heads of {head_dim} with {kv_heads} key-value heads is no "
+                f"{self.architecture.name}"
+            )
+        if not self.architecture.own_head_dim and head_dim * heads != self["hidden_size"]:
+            raise UserError(
+                f"{heads} heads of {head_dim} do not make {self['hidden_size']}: llama.cpp's "
+                f"{self.architecture.name} knows no other head_dim than hidden_size / heads"
             )
 
-    def rope_divisors(self) -> Tensor | None:
-        """The rope_freqs tensor float32 [head_dim // 2], None unless the rope type is llama3."""
-        if self.rope["rope_type"] != "llama3":
-            return None
-        return llama3_divisors(self.head_dim, self.rope_theta, *(self.rope[k] for k in LLAMA3_KEYS))
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
 
-    def shapes(self) -> dict[str, tuple[int, int] | tuple[int]]:
-        """Shape of the weight of every module, by Hugging Face module name."""
-        hidden, ffn = self.hidden_size, self.intermediate_size
-        q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        inner: dict[str, tuple[int, int] | tuple[int]] = {
-            "input_layernorm": (hidden,),
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (ffn, hidden),
-            "mlp.up_proj": (ffn, hidden),
-            "mlp.down_proj": (hidden, ffn),
+    def dimensions(self) -> dict[str, int]:
+        """Sizes by the names that slots use for them."""
+        v = self.values
+        q, kv = (v[f"num_{n}_heads"] * v["head_dim"] for n in ("attention", "key_value"))
+        return {
+            "one": 1,
+            "vocab": v["vocab_size"],
+            "positions": v["max_position_embeddings"],
+            "hidden": v["hidden_size"],
+            "head": v["head_dim"],
+            "q": q,
+            "kv": kv,
+            "qkv": q + 2 * kv,
+            "ffn": v["intermediate_size"],
+            "two_ffn": 2 * v["intermediate_size"],
+            "experts": v.get("num_experts", 0),
+            "expert_ffn": v.get("moe_intermediate_size", 0),
+            "shared_ffn": v.get("shared_expert_intermediate_size", 0),
         }
-        shapes: dict[str, tuple[int, int] | tuple[int]] = {
-            "model.embed_tokens": (self.vocab_size, hidden)
-        }
-        for i in range(self.num_hidden_layers):
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in inner.items()}
-        shapes["model.norm"] = (hidden,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head"] = (self.vocab_size, hidden)
-        return shapes
+
+    def rope_tensors(self) -> dict[str, Tensor]:
+        """The file's tensors that come from no module, by name."""
+        return ropes.tensors(self.rope, self["head_dim"])
 
 
-def from_config(config: dict[str, Any]) -> Hyperparameters:
-    """Hyperparameters of a config.json; UserError for what llama.cpp's `llama` does not compute."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise UserError(
-            f"GGUF export knows the architectures {', '.join(ARCHITECTURES)}; "
-            f"this model is a {architecture}"
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act '{config['hidden_act']}': llama.cpp's llama has silu only")
-    if config.get("sliding_window"):
-        raise UserError("sliding_window is set: llama.cpp's llama attends to everything")
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    theta = rope.pop("rope_theta", config.get("rope_theta", 10000.0))
-    for key in SIZES:
-        if not isinstance(config.get(key, 1), int) or config.get(key, 1) < 1:
-            raise UserError(f"config.json: {key} must be a positive number, got {config[key]!r}")
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return Hyperparameters(
-            vocab_size=config["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(theta),
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            rope=_checked_rope(rope),
-        )
-    except KeyError as e:
-        raise UserError(f"config.json lacks {e}") from e
+def from_config(config: Mapping[str, Any]) -> Hyperparameters:
+    """Hyperparameters of a config.json; UserError for what llama.cpp does not compute."""
+    architecture = architecture_of_class((config.get("architectures") or ["none"])[0])
+    _check_fixed(config, architecture)
+    values, written = _settings_from_config(config, architecture)
+    _check_attention(config, values, architecture)
+    return Hyperparameters(
+        architecture,
+        values,
+        tied=bool(config.get("tie_word_embeddings", architecture.name == "gpt2")),
+        rope=ropes.from_config(config, architecture),
+        written=written,
+        warnings=_warnings(config, architecture),
+    )
 
 
-def _checked_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """`rope` when llama.cpp computes it."""
-    needed: dict[str, set[str]] = {
-        "default": set(),
-        "linear": {"factor"},
-        "llama3": set(LLAMA3_KEYS),
-        "yarn": {"factor", "original_max_position_embeddings"},
-    }
-    kind = rope["rope_type"]
-    if kind not in needed:
-        raise UserError(f"rope type '{kind}' is not converted; known: {', '.join(needed)}")
-    if missing := needed[kind] - rope.keys():
-        raise UserError(f"rope type '{kind}' lacks {', '.join(sorted(missing))}")
-    extra = {k for k, v in rope.items() if v} - SCALING_KEYS.keys() - {"rope_type"}
-    if kind == "yarn" and extra:
-        raise UserError(f"yarn with {', '.join(sorted(extra))} is not converted")
-    return rope
+def _settings_from_config(
+    config: Mapping[str, Any], architecture: Architecture
+) -> tuple[dict[str, Any], frozenset[str]]:
+    values: dict[str, Any] = {}
+    written = set()
+    for setting in architecture.settings:
+        name = architecture.config_name(setting.name)
+        value = config.get(name)
+        if value is None and setting.name in ALIASES:
+            value = config.get(ALIASES[setting.name])
+        if value is None and setting.name in ("num_key_value_heads", "intermediate_size"):
+            value = _usual(setting.name, config, architecture)
+        if value is None:
+            value = architecture.defaults.get(setting.name)
+        if value is not None:
+            values[setting.name] = _checked(name, value, setting.kind)
+            written.add(setting.name)
+        elif not setting.optional:
+            raise UserError(f"config.json lacks '{name}'")
+    values["vocab_size"] = _checked("vocab_size", config.get("vocab_size"), int)
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    own = config.get("head_dim")
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    values["head_dim"] = hidden // heads if own is None else _checked("head_dim", own, int)
+    return values, frozenset(written)
+
+
+def _usual(name: str, config: Mapping[str, Any], architecture: Architecture) -> Any:
+    """What a model without the setting has."""
+    if name == "num_key_value_heads":
+        return config.get(architecture.config_name("num_attention_heads"))
+    hidden = config.get(architecture.config_name("hidden_size"))
+    return 4 * hidden if architecture.name == "gpt2" and isinstance(hidden, int) else None
+
+
+def _checked(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+    """`value` as a number of `kind`; a window may be 0."""
+    lowest = 0 if name == "sliding_window" else 1
+    right = isinstance(value, int) and lowest <= value < LARGEST
+    if kind is float:
+        right = isinstance(value, int | float) and 0 < value < float("inf")
+    if not right or isinstance(value, bool):
+        raise UserError(f"config.json: {name} must be a positive number, got {value!r}")
+    return kind(value)
+
+
+def _check_fixed(config: Mapping[str, Any], architecture: Architecture) -> None:
+    for name, only in architecture.fixed.items():
+        value = config.get(name, only)
+        if value != only:
+            raise UserError(
+                f"{name} is {value!r}: llama.cpp's {architecture.name} computes {only!r} only"
+            )
+
+
+def _check_attention(
+    config: Mapping[str, Any], values: Mapping[str, Any], architecture: Architecture
+) -> None:
+    """UserError where windows or the scale of queries are other than llama.cpp takes them to be."""
+    layers, period = values["num_hidden_layers"], architecture.window_period
+    if period and config.get("layer_types") is not None:
+        expected = window_layers(layers, period)
+        if list(config["layer_types"]) != expected:
+            raise UserError(
+                f"layer_types are not a full_attention every {period} layers, which llama.cpp's "
+                f"{architecture.name} computes"
+            )
+    if config.get("use_bidirectional_attention"):
+        raise UserError("use_bidirectional_attention is set: an encoder is not converted")
+    if architecture.big_layers:
+        scale = values["head_dim"]
+        if layers == architecture.big_layers:
+            scale = values["hidden_size"] // values["num_attention_heads"]
+        given = config.get("query_pre_attn_scalar", scale)
+        if given != scale:
+            raise UserError(
+                f"query_pre_attn_scalar is {given!r}: llama.cpp's {architecture.name} of {layers} "
+                f"layers takes it to be {scale}"
+            )
+
+
+def window_layers(layers: int, period: int) -> list[str]:
+    """config.json's layer_types where every `period`th layer attends to everything."""
+    return [
+        "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)
+    ]
+
+
+def _warnings(config: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
+    window = config.get("sliding_window")
+    used = config.get("use_sliding_window", True)
+    context = config.get("max_position_embeddings", 0)
+    if architecture.window or not window or not used or window >= context:
+        return ()
+    return (
+        f"llama.cpp's {architecture.name} attends to everything: texts longer than the model's "
+        f"sliding window of {window} tokens are computed otherwise than by the model",
+    )
 
 
 def to_config(h: Hyperparameters) -> dict[str, Any]:
-    """A config.json for LlamaForCausalLM, without token ids and dtype."""
-    rope = {**h.rope, "rope_theta": h.rope_theta}
-    plain = h.rope["rope_type"] == "default"
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": h.vocab_size,
-        "hidden_size": h.hidden_size,
-        "intermediate_size": h.intermediate_size,
-        "num_hidden_layers": h.num_hidden_layers,
-        "num_attention_heads": h.num_attention_heads,
-        "num_key_value_heads": h.num_key_value_heads,
-        "head_dim": h.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": h.max_position_embeddings,
-        "rms_norm_eps": h.rms_norm_eps,
-        "rope_theta": h.rope_theta,
-        "rope_scaling": None if plain else h.rope,
-        "rope_parameters": rope,
-        "tie_word_embeddings": h.tie_word_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
+    """A config.json for the architecture's first class, without token ids and dtype."""
+    a = h.architecture
+    names = {s.name for s in a.settings if not s.optional} | {"vocab_size"} | h.written
+    config: dict[str, Any] = {
+        "architectures": [a.classes[0]],
+        "model_type": a.model_type,
+        **{a.config_name(n): v for n, v in h.values.items() if n in names},
+        **a.fixed,
+        **ropes.to_config(h.rope, a),
+        "tie_word_embeddings": h.tied,
     }
+    if a.window_period:
+        config["layer_types"] = window_layers(h["num_hidden_layers"], a.window_period)
+    if a.big_layers:
+        big = h["num_hidden_layers"] == a.big_layers
+        whole = h["hidden_size"] // h["num_attention_heads"]
+        config["query_pre_attn_scalar"] = whole if big else h["head_dim"]
+    if not a.window or not h.values.get("sliding_window"):
+        config["sliding_window"] = h.values.get("sliding_window") or None
+    return config
 
 
 def to_keys(h: Hyperparameters) -> dict[str, Any]:
-    """The llama.* keys of `h`: an int is a uint32 in the file, a float a float32."""
-    keys: dict[str, Any] = {
-        "llama.vocab_size": h.vocab_size,
-        "llama.context_length": h.max_position_embeddings,
-        "llama.embedding_length": h.hidden_size,
-        "llama.block_count": h.num_hidden_layers,
-        "llama.feed_forward_length": h.intermediate_size,
-        "llama.attention.head_count": h.num_attention_heads,
-        "llama.attention.head_count_kv": h.num_key_value_heads,
-        "llama.attention.key_length": h.head_dim,
-        "llama.attention.value_length": h.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": float(h.rms_norm_eps),
-        "llama.rope.freq_base": float(h.rope_theta),
-        "llama.rope.dimension_count": h.head_dim,
-    }
-    if h.rope["rope_type"] in ("linear", "yarn"):
-        keys["llama.rope.scaling.type"] = h.rope["rope_type"]
-        for name, (key, kind) in SCALING_KEYS.items():
-            if h.rope.get(name):
-                keys[key] = kind(h.rope[name])
-    return keys
+    """The architecture's keys: an int is a uint32 in the file, a float a float32."""
+    a = h.architecture
+    keys = {s.key: s.kind(h[s.name]) for s in a.settings if not s.optional or s.name in h.written}
+    original = h.values.get("original_max_position_embeddings")
+    keys |= ropes.to_keys(h.rope, a, h["head_dim"], h["max_position_embeddings"], original)
+    return {f"{a.name}.{key}": value for key, value in keys.items()}
 
 
 def from_keys(
-    keys: dict[str, Any], vocab_size: int, tied: bool, divisors: Tensor | None
+    keys: Mapping[str, Any], vocab_size: int, tied: bool, stored_ropes: Mapping[str, Tensor]
 ) -> Hyperparameters:
-    """Hyperparameters of a GGUF's metadata; `divisors`: its rope_freqs tensor, if it has one."""
-    architecture = keys.get("general.architecture")
-    if architecture != "llama":
-        raise UserError(f"GGUF import knows the architecture llama; this file is a {architecture}")
-    heads = _number(keys, "llama.attention.head_count")
-    hidden = _number(keys, "llama.embedding_length")
-    head_dim = _number(keys, "llama.attention.key_length", hidden // heads)
-    h = Hyperparameters(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        intermediate_size=_number(keys, "llama.feed_forward_length"),
-        num_hidden_layers=_number(keys, "llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=_number(keys, "llama.attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=_number(keys, "llama.context_length"),
-        rms_norm_eps=shortest(_number(keys, "llama.attention.layer_norm_rms_epsilon")),
-        rope_theta=shortest(_number(keys, "llama.rope.freq_base", 10000.0)),
-        tie_word_embeddings=tied,
-        rope=_rope_from_keys(keys, head_dim, divisors),
-    )
-    if keys.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise UserError("the GGUF file rotates a part of each head only, which no Llama does")
-    if keys.get("llama.expert_count", 0):
-        raise UserError("the GGUF file is a mixture of experts; import knows dense Llamas")
-    return h
+    """Hyperparameters of a GGUF's metadata; stored_ropes: its tensors named in rope.TENSORS."""
+    name = keys.get("general.architecture")
+    architecture = architecture_of_file(name, bool(keys.get(f"{name}.expert_count")))
+    own = {
+        key.removeprefix(f"{name}."): value
+        for key, value in keys.items()
+        if key.startswith(f"{name}.")
+    }
+    values: dict[str, Any] = {}
+    written = set()
+    for setting in architecture.settings:
+        if setting.key not in own and (setting.optional or setting.name == "vocab_size"):
+            continue
+        default = own.get("attention.head_count") if "head_count_kv" in setting.key else None
+        default = architecture.defaults.get(setting.name, default)
+        value = _number(own, name, setting.key, default)
+        values[setting.name] = shortest(value) if setting.kind is float else value
+        written.add(setting.name)
+    values["vocab_size"] = vocab_size
+    heads = values["num_attention_heads"]
+    values.setdefault("num_key_value_heads", heads)
+    values.setdefault("head_dim", values["hidden_size"] // heads)
+    _check_unread(own, architecture)
+    rope = ropes.from_keys(own, architecture, values["head_dim"], stored_ropes)
+    return Hyperparameters(architecture, values, tied, rope, frozenset(written))
 
 
-def _number(keys: dict[str, Any], key: str, default: Any = None) -> Any:
-    """The positive number stored under `key`."""
-    value = keys.get(key, default)
+def _number(own: Mapping[str, Any], name: Any, key: str, default: Any) -> Any:
+    """The number stored under `key`, which is positive; a window may be 0."""
+    value = own.get(key, default)
     if value is None:
-        raise UserError(f"the GGUF file lacks the key '{key}'")
-    if not isinstance(value, int | float) or not value > 0:
-        raise UserError(f"the GGUF file has {key} = {value!r}, which is no positive number")
+        raise UserError(f"the GGUF file lacks the key '{name}.{key}'")
+    lowest = 0 if key == "attention.sliding_window" else 1e-30
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= lowest:
+        raise UserError(f"the GGUF file has {name}.{key} = {value!r}, which is no positive number")
+    if value >= LARGEST and isinstance(value, int):
+        raise UserError(f"the GGUF file has {name}.{key} = {value!r}, which no model has")
     return value
 
 
-def _rope_from_keys(keys: dict[str, Any], head_dim: int, divisors: Tensor | None) -> dict[str, Any]:
-    """The rope dict; UserError for a scaling that config.json cannot say."""
-    kind = keys.get("llama.rope.scaling.type", "none")
-    if divisors is not None:
-        return _llama3_from_divisors(divisors, keys.get("llama.rope.freq_base", 10000.0), head_dim)
-    if kind == "none":
-        return {"rope_type": "default"}
-    rope = {"rope_type": kind}
-    rope |= {name: keys[key] for name, (key, _) in SCALING_KEYS.items() if key in keys}
-    return _checked_rope(rope)
-
-
-def _llama3_from_divisors(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's rope numbers, of which a GGUF file holds only the resulting divisors.
-
-    The largest one is the factor; an entry between 1 and the factor gives the original context,
-    low and high being 1 and 4 in every published model. The divisors are computed back to be sure.
-    """
-    low, high, factor = 1.0, 4.0, float(divisors.max())
-    foreign = UserError("the GGUF file's rope_freqs are not Llama 3's: cannot name its scaling")
-    if not 1 < factor < float("inf"):
-        raise foreign
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    blend = (1 / divisors.double() - 1 / factor) / (1 - 1 / factor)
-    middle = (blend - 0.5).abs().argmin()
-    turns = blend[middle] * (high - low) + low
-    original = round((2 * torch.pi * turns / frequency[middle]).item())
-    ours = llama3_divisors(head_dim, theta, factor, low, high, original)
-    if ours.shape != divisors.shape or not torch.allclose(ours, divisors, rtol=1e-4):
-        raise foreign
-    return {"rope_type": "llama3"} | dict(
-        zip(LLAMA3_KEYS, (factor, low, high, original), strict=True)
-    )
-
-
-def shortest(x: float) -> float:
-    """The decimal number that a float32 stands for: 1e-05 instead of 9.999999747378752e-06."""
-    return float(f"{x:.7g}")
+def _check_unread(own: Mapping[str, Any], architecture: Architecture) -> None:
+    """UserError for keys that change the function and that config.json has no word for."""
+    if own.get("expert_count") and not any(s.key == "expert_count" for s in architecture.settings):
+        raise UserError(
+            f"the GGUF file is a {architecture.name} with experts, which import does not know"
+        )
+    if own.get("attention.sliding_window") and architecture.name == "olmo2":
+        raise UserError("the GGUF file is an OLMo 3 (sliding window), which import does not know")

@@ -49,6 +49,14 @@ class GGUFFile:
         stored = self.tensors[name]
         return dequantized(self.path, name, stored, read_rows(self.path, stored))
 
+    def get_matrix(self, name: str, index: int) -> Tensor:
+        """The matrix `index` of the stack `name` of three dimensions, in float32, dequantized."""
+        stored = self.tensors[name]
+        rows = stored.shape[-2]
+        one = stored._replace(shape=stored.shape[1:], nbytes=stored.nbytes // stored.shape[0])
+        data = read_rows(self.path, stored, index * rows, (index + 1) * rows)
+        return dequantized(self.path, name, one, data)
+
 
 def read_rows(path: Path, stored: StoredTensor, start: int = 0, stop: int | None = None) -> Tensor:
     """The bytes of rows `start` to `stop` (all dimensions but the last counted as one), uint8

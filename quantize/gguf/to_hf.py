@@ -1,4 +1,4 @@
-"""Turn a GGUF file of llama.cpp's `llama` architecture into a Hugging Face folder.
+"""Turn a GGUF file into a Hugging Face folder.
 
 Tensors are dequantized one at a time straight into one safetensors file: its header is known before
 any data is, so memory is that of the largest tensor. The folder appears under its name only when it
@@ -13,16 +13,17 @@ import shutil
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ...kernels.errors import UserError
-from . import hparams, vocab
+from . import hparams, rope, vocab
 from .hf_tokenizer import token_ids, write_json, write_tokenizer
 from .hparams import Hyperparameters
-from .names import ROPE_FREQS, deinterleave, rotated_heads, to_gguf
+from .names import Target, targets
 from .reader import GGUFFile
 from .writer import sync
 
@@ -38,8 +39,8 @@ def gguf_to_hf(
 ) -> Path:
     """Write config, weights in `dtype`, tokenizer and generation config to `out_dir`; returns it.
 
-    Raises UserError for another architecture, an unknown tokenizer, missing or unexpected tensors,
-    values beyond `dtype`, and when `out_dir` exists.
+    Raises UserError for an architecture or a tokenizer that is not known, missing or unexpected
+    tensors, values beyond `dtype`, and when `out_dir` exists.
     """
     out_dir = Path(out_dir)
     if out_dir.exists():
@@ -51,16 +52,13 @@ def gguf_to_hf(
     temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        write_tokenizer(tokenizer, temporary, h.max_position_embeddings)
-        config = {**hparams.to_config(h), **token_ids(tokenizer)}
-        biased = {name.rpartition(".")[0] for name in tensors if name.endswith(".bias")}
-        config["attention_bias"] = any(".self_attn." in m for m in biased)
-        config["mlp_bias"] = any(".mlp." in m for m in biased)
+        write_tokenizer(tokenizer, temporary, h["max_position_embeddings"])
+        config = {**hparams.to_config(h), **bias_settings(h, tensors), **token_ids(tokenizer)}
         config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
         write_json(temporary / "config.json", config)
-        bar = tqdm(tensors, desc="dequantizing", unit="tensor", disable=not progress)
-        values = ((name, read_tensor(file, h, name, dtype)) for name in bar)
-        shapes = {name: file.tensors[tensors[name]].shape for name in tensors}
+        bar = tqdm(tensors.items(), desc="dequantizing", unit="tensor", disable=not progress)
+        values = ((name, read_tensor(file, name, place, dtype)) for name, place in bar)
+        shapes = {name: place.target.module_shape for name, place in tensors.items()}
         write_safetensors(temporary / "model.safetensors", shapes, dtype, values)
         sync(temporary)
         os.replace(temporary, out_dir)
@@ -71,46 +69,65 @@ def gguf_to_hf(
     return out_dir
 
 
+class Place(NamedTuple):
+    """Where a tensor of the folder lies in the file. expert: which matrix of a stack."""
+
+    target: Target
+    expert: int | None
+
+
 def read_hyperparameters(file: GGUFFile) -> Hyperparameters:
     """Hyperparameters of the file; the embedding's rows give the vocabulary size."""
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.path} holds no token_embd.weight: it is no language model")
-    divisors = file.get(ROPE_FREQS) if ROPE_FREQS in file.tensors else None
+    stored = {name: file.get(name) for name in rope.TENSORS if name in file.tensors}
     tied = "output.weight" not in file.tensors
-    return hparams.from_keys(file.keys, file.tensors["token_embd.weight"].shape[0], tied, divisors)
+    return hparams.from_keys(file.keys, file.tensors["token_embd.weight"].shape[0], tied, stored)
 
 
-def tensor_table(file: GGUFFile, h: Hyperparameters) -> dict[str, str]:
-    """Hugging Face tensor name -> GGUF name, in the model's order, shapes checked."""
-    table: dict[str, str] = {}
-    for module, shape in h.shapes().items():
-        name = to_gguf(module)
-        for part, expected in (("weight", shape), ("bias", shape[:1])):
-            stored = f"{name}.{part}"
-            if stored not in file.tensors:
-                if part == "weight":
-                    raise UserError(f"{file.path} holds no tensor '{stored}'")
-                continue
-            found = file.tensors[stored].shape
-            if found != expected:
-                raise UserError(
-                    f"{file.path}: '{stored}' has shape {found}, its metadata means {expected}"
-                )
-            table[f"{module}.{part}"] = stored
-    unknown = file.tensors.keys() - set(table.values()) - {ROPE_FREQS}
-    if unknown:
-        raise UserError(f"{file.path}: tensor '{min(unknown)}' belongs to no Llama")
+def tensor_table(file: GGUFFile, h: Hyperparameters) -> dict[str, Place]:
+    """Hugging Face tensor name -> its place, in the model's order, shapes checked."""
+    table: dict[str, Place] = {}
+    known: set[str] = set(rope.TENSORS)
+    for target in targets(h):
+        known.add(target.name)
+        if target.name not in file.tensors:
+            if target.part == "weight":
+                raise UserError(f"{file.path} holds no tensor '{target.name}'")
+            continue
+        found = file.tensors[target.name].shape
+        if found != target.shape and found != target.shape[1:]:
+            raise UserError(
+                f"{file.path}: '{target.name}' has shape {found}, its metadata means {target.shape}"
+            )
+        for expert, module in enumerate(target.modules):
+            place = Place(target, expert if target.stacked else None)
+            table[f"{module}.{target.part}"] = place
+    if unknown := file.tensors.keys() - known:
+        raise UserError(f"{file.path}: tensor '{min(unknown)}' belongs to no {h.architecture.name}")
     return table
 
 
-def read_tensor(file: GGUFFile, h: Hyperparameters, name: str, dtype: torch.dtype) -> Tensor:
-    """The tensor with the Hugging Face name `name`, rows in Hugging Face's order."""
-    module, _, part = name.rpartition(".")
-    x = file.get(f"{to_gguf(module)}.{part}")
-    heads = rotated_heads(module, h.num_attention_heads, h.num_key_value_heads)
-    if heads is not None:
-        x = deinterleave(x, heads)
-    converted = x.to(dtype)
+def bias_settings(h: Hyperparameters, names: Iterable[str]) -> dict[str, bool]:
+    """What config.json says of biases that not every model of the class has."""
+    if "attention_bias" not in h.architecture.bias_settings:
+        return {}
+    biased = {name.rpartition(".")[0] for name in names if name.endswith(".bias")}
+    found = {
+        "attention_bias": any(".self_attn." in module for module in biased),
+        "mlp_bias": any(".mlp." in module for module in biased),
+    }
+    return {name: found[name] for name in h.architecture.bias_settings}
+
+
+def read_tensor(file: GGUFFile, name: str, place: Place, dtype: torch.dtype) -> Tensor:
+    """The tensor with the Hugging Face name `name`, as Hugging Face has it."""
+    target = place.target
+    if place.expert is None:
+        x = file.get(target.name).view(target.shape)
+    else:
+        x = file.get_matrix(target.name, place.expert)
+    converted = target.take(x).to(dtype)
     if not converted.isfinite().all():
         raise UserError(f"{file.path}: '{name}' holds values that {dtype} cannot")
     return converted

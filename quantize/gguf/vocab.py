@@ -11,7 +11,16 @@ from ...kernels.errors import UserError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"  # what sentencepiece writes for a space
 BOS_BY_DEFAULT = ("llama-bpe", "tekken")  # where a file without the key means yes
-ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
+SHORT_ROLES = {  # the format's word for a special token (one misspelt), and Hugging Face's
+    "bos": "bos",
+    "eos": "eos",
+    "unknown": "unk",
+    "padding": "pad",
+    "seperator": "sep",
+    "cls": "cls",
+    "mask": "mask",
+}
+ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")
 
 
 @dataclass(frozen=True)
