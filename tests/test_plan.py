@@ -134,12 +134,38 @@ def test_bytes_of_experts_and_of_a_quantized_head(
 
 
 @pytest.mark.usefixtures("no_weight")
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq+gptq", "rotate+gptq", "signround"])
-def test_no_weight_is_read(shallow: Path, story: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [
+        ("W4A16", "rtn"), ("W4A16", "hqq"), ("W4A16", "gptq"), ("W4A16", "awq+rtn"),
+        ("W4A16", "awq+gptq"), ("W4A16", "rotate+gptq"), ("W4A16", "signround"),
+        ("W8A8", "smoothquant+gptq"), ("FP8_BLOCK", "gptq"), ("NVFP4", "awq+gptq"),
+    ],
+)  # fmt: skip
+def test_no_weight_is_read(shallow: Path, story: Path, scheme: str, method: str) -> None:
     before = torch.get_rng_state()
-    report = plan(shallow, recipe(method=method, text=story))
+    report = plan(shallow, recipe(scheme, method, story))
     assert report.foresight.time is not None and report.foresight.time.seconds > 0
     assert torch.equal(torch.get_rng_state(), before), "a run's own random numbers moved"
+
+
+@pytest.mark.usefixtures("no_weight")
+def test_costly_settings_are_seen(shallow: Path, story: Path) -> None:
+    def parts(method: str, *settings: str, budget: float | None = None) -> dict[str, float]:
+        asked = build_recipe(
+            None, {"scheme": "W4A16", "method": method}, {},
+            {"source": str(story), "samples": 4, "seq_len": 32}, {"dtype": "float32"},
+            settings=settings, budget=budget,
+        )  # fmt: skip
+        time = plan(shallow, asked).foresight.time
+        assert time is not None
+        return time.parts
+
+    assert "sensitivity" in parts("gptq", budget=4.0)
+    grid = parts("awq+rtn", "awq.search=grid", "awq.n_grid=500")
+    assert grid["awq"] > 2 * parts("awq+rtn", "awq.search=grid", "awq.n_grid=5")["awq"]
+    refined = parts("gptq", "gptq.refine_rounds=200")
+    assert refined["gptq"] > 2 * parts("gptq")["gptq"]
 
 
 def test_every_family_is_timed_by_its_own_layers(

@@ -17,9 +17,10 @@ from .rates import solved_by_gptq
 from .work import Problem, Work
 
 FLOAT = 4  # bytes of a float32
-MOMENTS = 6  # square matrices of an input's width while its second moments are factored
-SOLVED_BYTES = 18  # of each weight that is solved: master, transposed copy, codes, value
+MOMENTS = 1.3  # square matrices of an input's width beside its second moments: factored in place
+SOLVED_BYTES = 10  # of each weight that is solved: master, transposed copy, codes
 LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
+MAPPED_BYTES = 1 << 28  # of a layer's files that are resident at once
 LIBRARY_BYTES = 150 << 20  # code and buffers of torch's kernels, resident once they have run
 HEAD_COPIES = 5  # of a head in float32 while it is quantized
 TEMPORARIES = 4  # copies of a batch's widest activations while a layer runs
@@ -68,7 +69,7 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
     yield {**libraries, "embeddings": model.outside, "hidden states": states}
     layer = {
         **libraries,
-        "layer": model.layer + model.stored,
+        "layer": model.layer + min(model.stored, MAPPED_BYTES),
         "hidden states": 2 * states * followed,
         "waiting batches": _waiting(work, model) * followed,
     }
@@ -116,7 +117,7 @@ def _statistics(p: Problem, work: Work) -> int:
 def _solver(p: Problem) -> int:
     if not solved_by_gptq(p):
         return LEAN_BYTES * p.weights
-    return FLOAT * MOMENTS * p.columns**2 + SOLVED_BYTES * p.weights
+    return int(FLOAT * MOMENTS * p.columns**2) + SOLVED_BYTES * p.weights
 
 
 def _batch(p: Problem, work: Work, model: ModelBytes) -> int:
