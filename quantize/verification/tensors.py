@@ -108,6 +108,7 @@ def wanted_tensors(
     """What every quantized linear has to be stored as, and why that of some cannot be said."""
     wanted: dict[str, Wanted] = {}
     found: list[Finding] = []
+    alike: dict[tuple[LayerScheme, tuple[int, int]], dict[str, Stored]] = {}
     for module, scheme in schemes.items():
         linear = _linear(module, layout, model)
         if isinstance(linear, Finding):
@@ -116,11 +117,14 @@ def wanted_tensors(
         try:
             shape = linear or layout.shape(module, scheme.weights, model.source)
             refusal = layout.refusal(scheme, shape)
-            if refusal is None:
-                wanted[module] = Wanted(shape, layout.tensors(module, scheme, shape))
-            else:
+            if refusal is not None:
                 expected = f"a linear that {layout.name} holds"
                 found.append(finding("shape", module, expected, refusal))
+                continue
+            if (scheme, shape) not in alike:
+                alike[scheme, shape] = layout.tensors("", scheme, shape)
+            tensors = {f"{module}{leaf}": t for leaf, t in alike[scheme, shape].items()}
+            wanted[module] = Wanted(shape, tensors)
         except UserError as e:
             found.append(finding("config", module, f"a linear as {layout.name} stores it", e))
     return wanted, found
@@ -189,7 +193,8 @@ def examine_names(
     }  # fmt: skip
     yield from _unwanted_leaves(wanted, stands_for)
     by_name = {n: s for s, n in model.in_model.items() if s not in stands_for}
-    yield from _parameters(model, by_name, {_path(f"{m}.weight", model) for m in linears})
+    weights = names_in_model(model.module, [f"{m}.weight" for m in linears])
+    yield from _parameters(model, by_name, set(weights.values()))
     used = {by_name[n] for n in model.module.state_dict() if n in by_name}
     used |= {by_name[n] for n, _ in model.module.named_parameters() if n in by_name}
     used |= {*stands_for, *scale_names(model.source.names())}
@@ -214,11 +219,6 @@ def _parameters(model: Model, by_name: Mapping[str, str], quantized: set[str]) -
         if not any(n in by_name or n in quantized for n in names):
             shape = tuple(model.module.get_parameter(names[0]).shape)
             yield finding("missing tensor", names[0], f"shape {shape}", "no such tensor")
-
-
-def _path(name: str, model: Model) -> str:
-    """The model's name of a tensor that may not be stored."""
-    return names_in_model(model.module, [name])[name]
 
 
 def _unwanted_leaves(wanted: Mapping[str, Wanted], stands_for: Iterable[str]) -> Iterator[Finding]:
