@@ -64,7 +64,7 @@ def test_a_kill_leaves_nothing_or_all_or_what_can_go_on() -> None:
 BROKEN = {
     "output is made in its place": (
         "import contextlib, lowbit.quantize.gguf.export as e\n"
-        "e.replacing = lambda path, overwrite: contextlib.nullcontext(path)",
+        "e.replacing = lambda out, names, overwrite: contextlib.nullcontext(out.parent)",
         "neither none, nor the older, nor whole",
     ),
     "files are not synced": (

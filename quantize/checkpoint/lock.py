@@ -16,6 +16,8 @@ from typing import BinaryIO
 
 from ...kernels.errors import UserError
 
+BEGINNING = b'{"pid": '  # of every lock file
+
 
 class OutputLock:
     """A held lock, from the making of this object until `release` or the end of the process."""
@@ -31,7 +33,7 @@ class OutputLock:
         while True:
             path.parent.mkdir(exist_ok=True)
             try:
-                self._file = path.open("a+b")
+                self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
             except FileNotFoundError:  # its last owner removed the folder in between
                 continue
             if not _lock(self._file):
@@ -45,9 +47,9 @@ class OutputLock:
             if _is_still(self._file, path):  # else its last owner removed it in between
                 break
             self._file.close()
-        self._file.truncate(0)
         self._file.write(json.dumps(_this_process()).encode())
         self._file.flush()
+        self._file.truncate()  # afterwards: the file begins as a lock file does at all times
 
     def release(self) -> None:
         """Remove the lock file and let go of it."""
@@ -57,10 +59,17 @@ class OutputLock:
 
 def is_lock_file(path: Path) -> bool:
     """Whether `path` is a lock file that an OutputLock has written, held or not."""
-    if not path.is_file():
-        return False
+    return path.is_file() and _start(path) == BEGINNING
+
+
+def may_be_lock_file(path: Path) -> bool:
+    """Whether it is one, or was killed before it had written it whole."""
+    return path.is_file() and BEGINNING.startswith(_start(path))
+
+
+def _start(path: Path) -> bytes:
     with path.open("rb") as f:
-        return bool(_owner(f.read(1 << 12)))
+        return f.read(len(BEGINNING))
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...kernels.errors import UserError
-from .lock import OutputLock, is_lock_file
+from .lock import OutputLock, is_lock_file, may_be_lock_file
 
 JOURNAL = "journal.json"
 LOCK = "lock"
@@ -98,4 +98,6 @@ def _is_left_over(folder: Path) -> bool:
     """Whether a killed process of ours left the folder."""
     if not folder.is_dir():
         return False
-    return is_lock_file(folder / LOCK) or not any(folder.iterdir())
+    if any(path.name != LOCK for path in folder.iterdir()):
+        return is_lock_file(folder / LOCK)
+    return not (folder / LOCK).exists() or may_be_lock_file(folder / LOCK)
