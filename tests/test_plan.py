@@ -161,7 +161,7 @@ def test_costly_settings_are_seen(shallow: Path, story: Path) -> None:
         assert time is not None
         return time.parts
 
-    assert "sensitivity" in parts("gptq", budget=4.0)
+    assert "sensitivity" in parts("gptq", budget=4.0) and "sensitivity" in parts("rtn", budget=4.0)
     grid = parts("awq+rtn", "awq.search=grid", "awq.n_grid=500")
     assert grid["awq"] > 2 * parts("awq+rtn", "awq.search=grid", "awq.n_grid=5")["awq"]
     refined = parts("gptq", "gptq.refine_rounds=200")

@@ -131,6 +131,8 @@ def test_roles_experts_and_fused_rows_are_told_by_names() -> None:
 
 PASS = WeightPass(gptq=GPTQSettings())
 PROBLEM = Problem(1000, 2000, PASS, PASS.layer_scheme, 1.0, 10)
+REFINED = PROBLEM._replace(taken_by=WeightPass(gptq=GPTQSettings(refine_rounds=4)))
+ROUNDED = PROBLEM._replace(taken_by=WeightPass(method="rtn"))
 WORK = Work(
     problems=(PROBLEM,),
     recipe=Recipe(calibration=Calibration(samples=8, seq_len=100)),
@@ -146,8 +148,8 @@ WORK = Work(
 RATES = Rates(
     rows={"layers.0": 0.01},
     gram={1000: 1e-9},
-    solvers={(1000, 2000): Solver(1000, 2.0, 1.0, 1000, 0.5)},
-    rounding={(1000, 2000, "rtn"): 1e-8},
+    solvers={p.kind: Solver(1000, 2.0, 1.0, 1000, 0.5) for p in (PROBLEM, REFINED)},
+    rounding={ROUNDED.kind: 1e-8},
     scan=0.0, product=1e-11, balance=1e-9, rounded_input=0.0,
     read=1e-9, write=2e-9, digest=1e-9,
 )  # fmt: skip
@@ -182,8 +184,7 @@ def test_more_rows_passes_and_transforms_take_longer() -> None:
     smoothed = with_recipe(WORK, passes=(Transform(), PASS))
     assert parts(smoothed)["awq"] > 0
     assert parts(smoothed)["statistics"] == pytest.approx(2 * plain["statistics"])
-    refined = replace(PASS, gptq=GPTQSettings(refine_rounds=4))
-    again = replace(WORK, problems=(PROBLEM._replace(taken_by=refined),))
+    again = replace(WORK, problems=(REFINED,))
     assert parts(again)["gptq"] == pytest.approx(plain["gptq"] + 10 * 4 * 1.0)
 
 
@@ -199,11 +200,8 @@ def test_a_wider_problem_is_extrapolated_by_its_laws() -> None:
 
 
 def test_streamed_weights_are_rounded_read_and_written_once() -> None:
-    taken_by = WeightPass(method="rtn")
-    work = replace(
-        WORK, rows=0, streamed=True, problems=(PROBLEM._replace(taken_by=taken_by),),
-        recipe=Recipe(passes=(taken_by,)),
-    )  # fmt: skip
+    recipe = Recipe(passes=(ROUNDED.taken_by,))
+    work = replace(WORK, rows=0, streamed=True, problems=(ROUNDED,), recipe=recipe)
     found = parts(work)
     assert found["rounding"] == pytest.approx(10 * 2_000_000 * 1e-8)
     assert found["writing"] == pytest.approx(10e6 * (2e-9 + 1e-9))

@@ -58,8 +58,8 @@ class Rates(NamedTuple):
     """Seconds of what is timed.
 
     rows: a layer of each kind -> one calibration row's way through it. gram: columns of an input ->
-    seconds of its Gram matrix, for each token and square column. solvers: by columns and rows.
-    rounding: by columns, rows and method, for each weight that a data-free method rounds and packs.
+    seconds of its Gram matrix, for each token and square column. solvers, rounding: by
+    `Problem.kind`; rounding: for each weight that a data-free method rounds and packs.
     scan: of one number of an input in a pass over it. product: of a float32 multiply-add; balance:
     of a weight in a search for channel scales. rounded_input: of a number of a quantized input.
     read, write, digest: of a byte.
@@ -67,8 +67,8 @@ class Rates(NamedTuple):
 
     rows: dict[str, float]
     gram: dict[int, float]
-    solvers: dict[tuple[int, int], Solver]
-    rounding: dict[tuple[int, int, str], float]
+    solvers: dict[Problem, Solver]
+    rounding: dict[Problem, float]
     scan: float
     product: float
     balance: float
@@ -95,22 +95,19 @@ def measure(
     weights. folder: where output is to be written; nbytes: how much.
     """
     problems = list(problems)
-    gram: dict[int, float] = {}
-    solvers: dict[tuple[int, int], Solver] = {}
-    rounding: dict[tuple[int, int, str], float] = {}
-    for p in problems:
-        if "hessian" in recipe.needs and p.columns not in gram:
-            gram[p.columns] = gram_rate(p.columns, dtype, device)
-        if solved_by_gptq(p) and (p.columns, p.rows) not in solvers:
-            solvers[p.columns, p.rows] = time_solver(p, model_dtype, layout, device)
-        key = p.columns, p.rows, p.taken_by.method
-        if not solved_by_gptq(p) and key not in rounding:
-            rounding[key] = rounding_rate(p, model_dtype, layout, device)
+    observed = "hessian" in recipe.needs or recipe.budget is not None
+    widths = sorted({p.columns for p in problems}) if observed else []
+    kinds = list(dict.fromkeys(p.kind for p in problems))
+    solved = [p for p in kinds if solved_by_gptq(p)]
+    rounded = [p for p in kinds if not solved_by_gptq(p)]
     smoothed = any(t.method != "rotate" for t in recipe.transforms)
     inputs = next((p for p in problems if p.scheme.input_activations is not None), None)
     read, write, digest = disk_rates(folder, nbytes)
     return Rates(
-        rows, gram, solvers, rounding,
+        rows,
+        gram={columns: gram_rate(columns, dtype, device) for columns in widths},
+        solvers={p: time_solver(p, model_dtype, layout, device) for p in solved},
+        rounding={p: rounding_rate(p, model_dtype, layout, device) for p in rounded},
         scan=scan_rate(dtype, device), product=product_rate(device),
         balance=balance_rate(problems, device) if smoothed else 0.0,
         rounded_input=0.0 if inputs is None else input_rate(inputs, dtype, device),

@@ -70,13 +70,10 @@ def gram_seconds(p: Problem, tokens: int, rates: Rates) -> float:
 
 
 def _extrapolated(seconds: float, columns: int, timed: int, square: float) -> float:
-    """Seconds for `columns` where `timed` of them took `seconds`, of which square * timed^2."""
+    """Seconds for `columns` where `timed` of them, at most as many, took `seconds`: `square` for
+    each square column, the rest for each column."""
     linear = max(0.0, seconds - square * timed**2)
-    return (
-        linear * columns / timed + square * columns**2
-        if columns > timed
-        else (seconds * columns / timed)
-    )
+    return linear * columns / timed + square * columns**2
 
 
 def _loop_parts(work: Work, rates: Rates) -> dict[str, float]:
@@ -123,7 +120,7 @@ def _quantizer(p: Problem, work: Work, rates: Rates) -> float:
     if not solved_by_gptq(p):
         seconds = _rounding(p, rates)
     else:
-        rate = rates.solvers[p.columns, p.rows]
+        rate = rates.solvers[p.kind]
         seconds = p.count * solve_seconds(p, rate, rates.product)
         if p.taken_by.gptq.input_correction:
             seconds += p.count * 3 * p.rows * p.columns**2 * rates.product
@@ -133,7 +130,7 @@ def _quantizer(p: Problem, work: Work, rates: Rates) -> float:
 
 
 def _rounding(p: Problem, rates: Rates) -> float:
-    return p.count * p.weights * rates.rounding[p.columns, p.rows, p.taken_by.method]
+    return p.count * p.weights * rates.rounding[p.kind]
 
 
 def _learned(p: Problem, work: Work, rates: Rates) -> float:
@@ -167,7 +164,7 @@ def _transform(transform: Transform, work: Work, rates: Rates) -> float:
 def _awq(p: Problem, settings: AWQSettings, convex: float, rates: Rates) -> float:
     if settings.search == "convex":
         seconds = convex
-        solver = rates.solvers.get((p.columns, p.rows))
+        solver = rates.solvers.get(p.kind)
         if solver is not None and p.taken_by.method == "gptq":  # the energy under GPTQ
             seconds += solver.factor * (p.columns / solver.factor_columns) ** 3
     else:

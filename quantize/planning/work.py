@@ -34,6 +34,11 @@ class Problem(NamedTuple):
     def weights(self) -> int:
         return self.columns * self.rows
 
+    @property
+    def kind(self) -> Problem:
+        """What decides how long it takes to solve."""
+        return self._replace(share=1.0, count=1)
+
 
 @dataclass(frozen=True)
 class Work:
