@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .gguf_models import MERGES, merging_tokenizer, shared_data
 
-VECTORS = ["llama-spm", "llama-bpe", "gpt-2", "qwen2", "phi-3", "starcoder"]
+VECTORS = ["llama-spm", "llama-bpe", "gpt-2", "qwen2", "phi-3", "starcoder", "deepseek-coder"]
 TEXTS = ["the thing in 33 3333", " a  b\n\n2", "<think>the<s>", "\u00e9 \U0001f680", ""]
 
 

@@ -27,16 +27,22 @@ SIGNS_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 class PreTokenizer(NamedTuple):
-    """`split`: the pattern cut by, None for GPT-2's; `digits`: each digit alone, before that.
+    """`splits`: patterns to cut by, one after the other; `gpt2`: then by GPT-2's own.
 
     `ignore_merges`: a piece that is in the vocabulary is taken whole.
     """
 
-    split: str | None = None
-    digits: bool = False
+    splits: tuple[str, ...] = ()
+    gpt2: bool = True
     ignore_merges: bool = False
 
 
+def _own(*splits: str, ignore_merges: bool = False) -> PreTokenizer:
+    """Cut by `splits` alone."""
+    return PreTokenizer(splits, False, ignore_merges)
+
+
+DIGIT = r"\p{N}"
 LLAMA3 = CONTRACTIONS + WORDS + r"|\p{N}{1,3}" + SIGNS + TAIL
 QWEN2 = CONTRACTIONS + WORDS + r"|\p{N}" + SIGNS + TAIL
 TEKKEN = f"{CAPITALISED}|{CAPITALS}" + r"|\p{N}" + SIGNS_SLASH + TAIL
@@ -44,30 +50,53 @@ GPT4O = (
     f"{CAPITALISED}{CONTRACTIONS}?|{CAPITALS}{CONTRACTIONS}?" + r"|\p{N}{1,3}" + SIGNS_SLASH + TAIL
 )
 
+DEEPSEEK_CODER = (
+    r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", DIGIT,
+)  # fmt: skip
+
+# The first of several with the same meaning is what an unknown tokenizer of these parts is called.
 PRE_TOKENIZERS = {
-    "gpt-2": PreTokenizer(),
-    "smollm": PreTokenizer(digits=True),
-    "starcoder": PreTokenizer(digits=True),
-    "llama-bpe": PreTokenizer(LLAMA3, ignore_merges=True),
-    "smaug-bpe": PreTokenizer(LLAMA3),
-    "qwen2": PreTokenizer(QWEN2),
-    "deepseek-r1-qwen": PreTokenizer(QWEN2),
-    "tekken": PreTokenizer(TEKKEN, ignore_merges=True),
-    "gpt-4o": PreTokenizer(GPT4O),
-    "llama4": PreTokenizer(GPT4O),
+    **dict.fromkeys(
+        ("gpt-2", "olmo", "mpt", "phi-2", "gigachat", "granite-docling"), PreTokenizer()
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        PreTokenizer((DIGIT,)),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        _own(LLAMA3, ignore_merges=True),
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _own(LLAMA3)),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "hunyuan"), _own(QWEN2)
+    ),
+    "tekken": _own(TEKKEN, ignore_merges=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _own(GPT4O)),
+    "deepseek-coder": _own(*DEEPSEEK_CODER),
 }
 
 # First 8 hex digits of sha256(str(ids of CHECK_TEXT)), as llama.cpp's converter lists them.
 HASHES = {
-    "0ef9807a": "llama-bpe",
-    "3ce83efd": "gpt-2",
-    "85505942": "smollm",
-    "e636dc30": "qwen2",
-    "d4540891": "qwen2",
-    "b3f499bb": "deepseek-r1-qwen",
-    "63b97e42": "tekken",
-    "d353350c": "llama4",
-}
+    digest: name
+    for name, digests in {
+        "gpt-2": "3ce83efd 0fe1cf6e", "olmo": "b6dc8df9", "phi-2": "fcace8b9",
+        "gigachat": "ad851be1", "granite-docling": "53e32597", "smollm": "85505942",
+        "starcoder": "35d91631", "refact": "6221ad28", "command-r": "9c2227e4",
+        "codeshell": "7b3e7548", "exaone": "4e2b24cc", "minerva-7b": "1431a23e",
+        "llama-bpe": "0ef9807a", "falcon3": "9d032fcb",
+        "falcon-h1": "a6b57017 60476e12 3eda48b4 48f8e02c", "pixtral": "0e9433cb",
+        "midm-2.0": "f6791d19", "lfm2": "9e454714 169bf029", "smaug-bpe": "c136ed14",
+        "dbrx": "a8594e3e", "glm4": "a1336059 9ca2dd61 cdf5f353",
+        "chatglm-bpe": "b6e8e151 81d72c73", "qwen2": "e636dc30 d4540891",
+        "deepseek-r1-qwen": "b3f499bb", "stablelm2": "32d85c31", "megrez": "d4c8f286",
+        "kormo": "4a2e2aba", "hunyuan": "7e57df22", "tekken": "63b97e42",
+        "gpt-4o": "ccc2ef01", "llama4": "d353350c", "kanana2": "e4d54df1",
+        "deepseek-coder": "347715f5",
+    }.items()
+    for digest in digests.split()
+}  # fmt: skip
 
 # The text whose ids are hashed; every character counts.
 CHECK_TEXT = (
@@ -111,19 +140,23 @@ def describe(tokenizer_json: dict[str, Any]) -> PreTokenizer | None:
     parts = outer.get("pretokenizers", [outer])
     if not parts or parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
         return None
-    own_pattern, before = parts[-1].get("use_regex", True), parts[:-1]
-    ignore_merges = bool(tokenizer_json["model"].get("ignore_merges"))
-    if own_pattern and not before:
-        return PreTokenizer(ignore_merges=ignore_merges)
-    if len(before) != 1:
+    gpt2 = parts[-1].get("use_regex", True)
+    splits = tuple(_pattern(part) for part in parts[:-1])
+    known = tuple(split for split in splits if split is not None)
+    if len(known) < len(splits) or not (gpt2 or known):
         return None
-    if own_pattern and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
-        return PreTokenizer(digits=True, ignore_merges=ignore_merges)
-    pattern = before[0].get("pattern", {}).get("Regex")
-    isolated = before[0].get("behavior") == "Isolated" and not before[0].get("invert")
-    if own_pattern or pattern is None or not isolated:
+    return PreTokenizer(known, gpt2, bool(tokenizer_json["model"].get("ignore_merges")))
+
+
+def _pattern(part: dict[str, Any]) -> str | None:
+    """What a part of a pre-tokenizer isolates, None where it does something else."""
+    if part.get("type") == "Digits" and part.get("individual_digits"):
+        return DIGIT
+    isolated = part.get("behavior") == "Isolated" and not part.get("invert")
+    if part.get("type") != "Split" or not isolated:
         return None
-    return PreTokenizer(pattern, ignore_merges=ignore_merges)
+    pattern = part.get("pattern", {}).get("Regex")
+    return DIGIT if pattern == r"\d" else pattern
 
 
 def build(name: str) -> tuple[pre_tokenizers.PreTokenizer, bool]:
@@ -136,11 +169,12 @@ def build(name: str) -> tuple[pre_tokenizers.PreTokenizer, bool]:
             f"tokenizer.ggml.pre '{name}' is not one that lowbit can rebuild; known: "
             f"{', '.join(PRE_TOKENIZERS)}"
         )
-    split, digits, ignore_merges = PRE_TOKENIZERS[name]
-    parts: list[pre_tokenizers.PreTokenizer] = []
-    if digits:
-        parts.append(pre_tokenizers.Digits(individual_digits=True))
-    if split is not None:
-        parts.append(pre_tokenizers.Split(Regex(split), "isolated"))
-    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
+    splits, gpt2, ignore_merges = PRE_TOKENIZERS[name]
+    parts: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if split == DIGIT
+        else pre_tokenizers.Split(Regex(split), "isolated")
+        for split in splits
+    ]
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=gpt2))
     return (parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)), ignore_merges
