@@ -263,6 +263,10 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     except (RuntimeError, TypeError, ArithmeticError, LookupError, AttributeError) as e:
         raise UserError(f"no model can be built from {folder / 'config.json'}: {_reason(e)}") from e
     made_as = getattr(config, "architectures", None) or [type(model).__name__]
+    if not isinstance(made_as, list) or not all(isinstance(a, str) for a in made_as):
+        raise UserError(
+            f"{folder / 'config.json'}: 'architectures' must be a list of names, got {made_as!r}"
+        )
     if not any(a.endswith(CAUSAL) or a == type(model).__name__ for a in made_as):
         raise UserError(
             f"{folder} holds a {made_as[0]}, not a causal language model; give one whose "

@@ -162,7 +162,7 @@ def schemes_from_config(
         return [_read_group(group, quantization.get("format")) for group in groups.values()]
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as e:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as e:
         raise UserError(
             f"{folder}: the config_groups of config.json are not those of a compressed-tensors "
             f"checkpoint ({type(e).__name__}: {e}); download it again"

@@ -101,7 +101,7 @@ def kv_spec_from_config(config: dict[str, Any]) -> KVSpec | None:
             return None
         part = _part_from_dict(standard)
         return KVSpec(part, part)
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as e:
         where = OWN_KEY if own is not None else "kv_cache_scheme"
         raise UserError(
             f"{where} of config.json is not that of a quantized cache ({type(e).__name__}: {e})"

@@ -32,8 +32,19 @@ SPECIAL_LOOKS = re.compile(
 def read_vocab(folder: Path, config: dict[str, Any], pre: str | None = None) -> Vocab:
     """The tokenizer of `folder`, padded to config's vocab_size; `pre` overrules the name found.
 
-    UserError when there is none, or of a kind that llama.cpp's `gpt2` and `llama` do not cover.
+    UserError when there is none, when its files are damaged, or when it is of a kind that
+    llama.cpp's `gpt2` and `llama` do not cover.
     """
+    try:
+        return _read_vocab(folder, config, pre)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        raise UserError(
+            f"the tokenizer's files in {folder} are not those of a Hugging Face tokenizer "
+            f"({type(e).__name__}: {e}); download them again"
+        ) from e
+
+
+def _read_vocab(folder: Path, config: dict[str, Any], pre: str | None) -> Vocab:
     settings = _settings(folder)
     spm_path = folder / "tokenizer.model"
     spm = read_spm_model(spm_path) if spm_path.is_file() else None

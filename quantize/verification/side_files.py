@@ -128,7 +128,8 @@ def _chat_word(files: Mapping[str, Any]) -> str | None:
     """A token that only chat models have."""
     tokenizer = files.get("tokenizer.json")
     added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
-    words = {t.get("content") for t in added or () if isinstance(t, dict)}
+    tokens = added if isinstance(added, list) else []
+    words = [t.get("content") for t in tokens if isinstance(t, dict)]
     return next((w for w in CHAT_WORDS if w in words), None)
 
 

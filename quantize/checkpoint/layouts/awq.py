@@ -46,7 +46,7 @@ class AWQ(Layout):
         try:
             version = str(quantization.get("version") or quantization.get("format") or "gemm")
             bits, size = int(quantization["bits"]), int(quantization["group_size"])
-        except (KeyError, TypeError, ValueError) as e:
+        except (ArithmeticError, KeyError, TypeError, ValueError) as e:
             raise UserError(
                 f"{source.folder}: the quantization_config of config.json is not that of an AWQ "
                 f"checkpoint ({type(e).__name__}: {e}); download it again"

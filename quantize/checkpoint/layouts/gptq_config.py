@@ -69,7 +69,7 @@ def read_schemes(
         return {m: _scheme({**quantization, **_override(m, dynamic)}) for m in modules}
     except UserError as e:
         raise UserError(f"{folder}: {e}") from e
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as e:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, re.error) as e:
         raise UserError(
             f"{folder}: the quantization_config of config.json is not that of a GPTQ checkpoint "
             f"({type(e).__name__}: {e}); download it again"
