@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calib.layer_worker import InputGroup, LayerWorker
+from ..calib.memory import release_free_memory
 from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import InputHook
 from .activations import fake_quantize_input, input_scale_of_peak
@@ -31,6 +32,8 @@ from .quantized import Quantized
 from .recipe import KVCachePass, Transform
 from .smoothing import make_transform
 from .spec import Channel, Group, LayerScheme
+
+LARGE_BYTES = 1 << 27  # of a Hessian: beside its solver, trimming free memory costs little
 
 
 class PassWorker(LayerWorker):
@@ -218,6 +221,8 @@ class PassWorker(LayerWorker):
                 return
             settings = dampened(settings, statistic.tokens, planned.shape[1])
         hessian = statistic.mean()
+        if hessian.nbytes > LARGE_BYTES:
+            release_free_memory()
         factor = factor_hessian(hessian, settings)
         stacked, heights, dtype = self._stacked(members)
         shift = group.statistics.get("input_shift")
