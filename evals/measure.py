@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..calib.text import Text, load_tokenizer, tokenize
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
+from ..quantize.gguf.as_folder import contents_behind
 from ..quantize.kv_names import describe_kv
 from .divergence import DivergenceTally
 from .perplexity import NllTally, Scorer, log_probabilities
@@ -93,7 +94,7 @@ def measure_models(
     rows = [
         Row(
             name,
-            str(folder),
+            _origin(folder),
             nll[name].result(),
             kld[name].result() if name in kld else None,
             sizes[name],
@@ -115,6 +116,12 @@ def measure_models(
         dtype=used,
     )
     return Report(protocol, environment(where), rows, time.perf_counter() - start)
+
+
+def _origin(folder: Path) -> str:
+    """The path that a report names: of the GGUF file where the folder stands for one."""
+    file = contents_behind(folder)
+    return str(folder) if file is None else file.path
 
 
 def _tally(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..calib.shards import Shards, TensorSource
 from ..quantize.checkpoint.layouts import find_layout
 from ..quantize.checkpoint.load import Checkpoint, read_config
+from ..quantize.gguf.as_folder import contents_behind
 
 
 class SizeReport(NamedTuple):
@@ -35,6 +36,9 @@ class SizeReport(NamedTuple):
 def size_report(folder: str | Path) -> SizeReport:
     """Bytes and bits per weight of a model folder; UserError when it is damaged or no model."""
     folder = Path(folder)
+    if (file := contents_behind(folder)) is not None:  # the folder stands for a GGUF file
+        bits = file.bits_per_weight
+        return SizeReport(file.nbytes, file.tensor_bytes, file.weights, bits, None, None)
     quantization = read_config(folder).get("quantization_config")
     if quantization and find_layout(quantization) is None:
         return _bytes_only(Shards(folder))

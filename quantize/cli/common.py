@@ -15,6 +15,20 @@ def say(line: str) -> None:
     typer.echo(line, err=True)
 
 
+def model_path(model: str) -> Path:
+    """The folder of a model: one of that name, one for a GGUF file, or a Hub model's.
+
+    UserError when there is none.
+    """
+    from ..gguf.as_folder import folder_of, is_gguf
+
+    if is_gguf(Path(model)):
+        return folder_of(Path(model), say)
+    from ...calib.source import model_folder
+
+    return model_folder(model)
+
+
 def print_json(value: Any) -> None:
     """One JSON object on standard output."""
     typer.echo(json.dumps(value, indent=2, default=_plain))

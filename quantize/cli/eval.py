@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import say
+from .common import model_path, say
 
 SPEED_PROMPT = 64  # tokens
 
@@ -56,7 +56,6 @@ def evaluate(
 
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
-    from ...calib.source import model_folder
     from ...calib.text import load_text, load_tokenizer, tokenize
     from ...evals.measure import measure_models, plan_windowing
     from ...evals.speed import SpeedPlan
@@ -68,8 +67,8 @@ def evaluate(
         raise UserError(f"no such folder for the report: {report.absolute().parent}")
     if windows < 0:
         raise UserError(f"--windows must be 0 (all) or more, got {windows}")
-    models = {"base": model_folder(base)} if base is not None else {}
-    models["model"] = model_folder(model)
+    models = {"base": model_path(base)} if base is not None else {}
+    models["model"] = model_path(model)
     folders = list(models.values())
     windowing = plan_windowing(folders, ctx, stride, bos, windows or None)
     tokenizer = load_tokenizer(folders[0])

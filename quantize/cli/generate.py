@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import print_json, say
+from .common import model_path, print_json, say
 
 if TYPE_CHECKING:
     from ...runtime import LLM, RequestOutput
@@ -51,11 +51,10 @@ def generate(
 
     Example: quantize generate ./smollm2-w4 "What is the capital of France?" --max-tokens 64
     """
-    from ...calib.source import model_folder
     from ...runtime import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
-    llm = LLM(model_folder(model), device, dtype, kv_cache_dtype=kv)
+    llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv)
     for warning in llm.warnings:
         say(warning)
     if verbose:

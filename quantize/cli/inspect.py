@@ -15,14 +15,25 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A model folder: original or quantized.")],
-    every: Annotated[bool, typer.Option("--all", help="A line for every linear.")] = False,
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A model folder, original or quantized, or a GGUF file.")
+    ],
+    every: Annotated[
+        bool, typer.Option("--all", help="A line for every linear, or every tensor of a file.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
 ) -> None:
-    """Print a checkpoint's layers, schemes, bits per weight and size.
+    """Print a checkpoint's layers, schemes, bits per weight and size; a GGUF file's metadata.
 
     Example: quantize inspect ./smollm2-w4
     """
+    from ..gguf.as_folder import is_gguf
+
+    if is_gguf(checkpoint):
+        from .inspect_gguf import inspect_gguf
+
+        inspect_gguf(checkpoint, every, as_json)
+        return
     from ...evals.size import size_report
     from ..checkpoint.load import Checkpoint
 

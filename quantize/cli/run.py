@@ -9,7 +9,7 @@ import typer
 
 from ..recipe import Recipe
 from ..sizes import MAX_SHARD_SIZE
-from .common import print_json, say
+from .common import model_path, print_json, say
 from .recipe_options import takes_recipe
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ def run(
     if dump_recipe:
         typer.echo(chosen.to_yaml(), nl=False)
         return
-    from ...calib.source import model_folder
     from ..runner import quantize_model
 
     try:
         result = quantize_model(
-            model_folder(model), out, chosen, device, overwrite, restart, say, max_shard_size
+            model_path(model), out, chosen, device, overwrite, restart, say, max_shard_size
         )
     except KeyboardInterrupt:
         say("the same command goes on after the last finished layer")

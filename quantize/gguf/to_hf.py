@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,16 +28,22 @@ from .reader import GGUFFile
 from .writer import sync
 
 DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def gguf_to_hf(
     gguf_path: str | Path,
     out_dir: Path,
     *,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype | None = torch.float16,
+    extra: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> Path:
     """Write config, weights in `dtype`, tokenizer and generation config to `out_dir`; returns it.
+
+    dtype: None for the narrowest that holds each tensor's values as they are, which is float32 for
+    block types; then config.json names the widest of the matrices'. extra: further files, name ->
+    text.
 
     Raises UserError for an architecture or a tokenizer that is not known, missing or unexpected
     tensors, values beyond `dtype`, and when `out_dir` exists.
@@ -54,12 +60,17 @@ def gguf_to_hf(
     try:
         write_tokenizer(tokenizer, temporary, h["max_position_embeddings"])
         config = {**hparams.to_config(h), **bias_settings(h, tensors), **token_ids(tokenizer)}
-        config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        dtypes = {name: dtype or exact_dtype(file, place) for name, place in tensors.items()}
+        matrices = {dtypes[name] for name, place in tensors.items() if not place.target.float32}
+        widest = matrices.pop() if len(matrices) == 1 else torch.float32
+        config["dtype"] = config["torch_dtype"] = str(widest).removeprefix("torch.")
         write_json(temporary / "config.json", config)
+        for name, text in (extra or {}).items():
+            (temporary / name).write_text(text, encoding="utf-8")
         bar = tqdm(tensors.items(), desc="dequantizing", unit="tensor", disable=not progress)
-        values = ((name, read_tensor(file, name, place, dtype)) for name, place in bar)
-        shapes = {name: place.target.module_shape for name, place in tensors.items()}
-        write_safetensors(temporary / "model.safetensors", shapes, dtype, values)
+        values = ((name, read_tensor(file, name, place, dtypes[name])) for name, place in bar)
+        header = {n: Header(p.target.module_shape, dtypes[n]) for n, p in tensors.items()}
+        write_safetensors(temporary / "model.safetensors", header, values)
         sync(temporary)
         os.replace(temporary, out_dir)
     except OSError as e:
@@ -67,6 +78,13 @@ def gguf_to_hf(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out_dir
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Place(NamedTuple):
@@ -120,6 +138,11 @@ def bias_settings(h: Hyperparameters, names: Iterable[str]) -> dict[str, bool]:
     return {name: found[name] for name in h.architecture.bias_settings}
 
 
+def exact_dtype(file: GGUFFile, place: Place) -> torch.dtype:
+    """The narrowest dtype that holds what is stored at `place` as it is."""
+    return HALVES.get(file.tensors[place.target.name].kind, torch.float32)
+
+
 def read_tensor(file: GGUFFile, name: str, place: Place, dtype: torch.dtype) -> Tensor:
     """The tensor with the Hugging Face name `name`, as Hugging Face has it."""
     target = place.target
@@ -135,18 +158,17 @@ def read_tensor(file: GGUFFile, name: str, place: Place, dtype: torch.dtype) -> 
 
 def write_safetensors(
     path: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    tensors: dict[str, Header],
     values: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """A safetensors file whose tensors come one by one, in the order of `shapes`.
+    """A safetensors file whose tensors come one by one, in the order of `tensors`.
 
     The format: u64 length of the header, a JSON header of dtype, shape and byte range of each
     tensor (padded with spaces to 8 bytes), then the bytes.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in tensors.items():
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         entry = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         header[name] = entry
@@ -154,8 +176,8 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
-        for (name, value), expected in zip(values, shapes, strict=True):
-            assert name == expected and value.dtype == dtype, (name, expected)
+        for (name, value), (expected, stored) in zip(values, tensors.items(), strict=True):
+            assert name == expected and value.dtype == stored.dtype, (name, expected)
             f.write(value.contiguous().view(torch.uint8).numpy().data)
         f.flush()
         os.fsync(f.fileno())

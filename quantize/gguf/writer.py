@@ -23,10 +23,10 @@ from ..checkpoint.files import explained
 from ..checkpoint.workspace import workspace
 from .codecs import Codec
 from .container import LONGEST_NAME
+from .reader import MOST_PARTS
 
 SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
-MOST_PARTS = 99_999  # five digits in a part's name
 
 
 class UInt16(int):
