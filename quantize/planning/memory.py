@@ -19,6 +19,9 @@ from .work import Problem, Work
 FLOAT = 4  # bytes of a float32
 MOMENTS = 1.3  # square matrices of an input's width beside its second moments: factored in place
 SOLVED_BYTES = 10  # of each weight that is solved: master, transposed copy, codes
+REFINED_BYTES = (
+    16  # more of each that is refined: codes, gap and product with the Hessian in float32
+)
 LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
 MAPPED_BYTES = 1 << 28  # of a layer's files that are resident at once
 LIBRARY_BYTES = 150 << 20  # code and buffers of torch's kernels, resident once they have run
@@ -117,7 +120,10 @@ def _statistics(p: Problem, work: Work) -> int:
 def _solver(p: Problem) -> int:
     if not solved_by_gptq(p):
         return LEAN_BYTES * p.weights
-    return int(FLOAT * MOMENTS * p.columns**2) + SOLVED_BYTES * p.weights
+    settings = p.taken_by.gptq
+    squares = MOMENTS + (settings.refine_rounds > 0)
+    each = SOLVED_BYTES + (REFINED_BYTES if settings.refine_rounds else 0)
+    return int(FLOAT * squares * p.columns**2) + each * p.weights
 
 
 def _batch(p: Problem, work: Work, model: ModelBytes) -> int:

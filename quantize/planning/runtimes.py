@@ -3,7 +3,7 @@
 Our own kernels are asked themselves. What vLLM's kernels take is written down from its sources of
 mid 2026 (kernels/linear, quantization/utils/marlin_utils.py and machete_utils.py): types, group
 sizes and the shapes that they divide into tiles. Newer releases pad odd shapes for Marlin. What
-llama.cpp takes follows from the size of its blocks (ggml-common.h).
+llama.cpp takes follows from the size of its blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from ...kernels.errors import UserError
 from ...kernels.linear_ops import choose_linear
+from ..gguf.mix import CODECS, fitting
 from ..linear_problem import linear_problem
 from ..spec import Block, Channel, Group, LayerScheme, TensorWise, Token
 from .parallel import Role
 
-K_BLOCK, SMALL_BLOCK = 256, 32
-K_QUANTS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+BLOCK_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0")
 
 
 class Answer(NamedTuple):
@@ -72,16 +72,18 @@ def lowbit_answer(
 
 
 def llama_cpp_answer(shape: tuple[int, int]) -> Answer:
-    """The block types of llama.cpp that rows of this length fill whole."""
+    """The block types of llama.cpp that rows of this length fill whole, and for the others what
+    llama-quantize takes in their place."""
     columns = shape[1]
-    if columns % K_BLOCK == 0:
-        return Answer((*K_QUANTS, "Q8_0", "Q4_0"), {})
-    why = f"{columns} columns are no multiple of {K_BLOCK}"
-    if columns % SMALL_BLOCK == 0:
-        note = ", ".join(f"{k} becomes {v}" for k, v in K_QUANTS.items())
-        return Answer(("Q8_0", "Q5_0", "Q4_0"), dict.fromkeys(K_QUANTS, why), note)
-    why = f"{columns} columns are no multiple of {SMALL_BLOCK}"
-    return Answer(("F16",), dict.fromkeys((*K_QUANTS, "Q8_0", "Q4_0"), why), "stored as F16")
+    chosen = {name: fitting(name, columns) for name in BLOCK_TYPES}
+    whole = tuple(name for name, choice in chosen.items() if choice.codec.name == name)
+    declined = {
+        name: f"{columns} columns are no multiple of {CODECS[name].block}"
+        for name in BLOCK_TYPES
+        if name not in whole
+    }
+    note = ", ".join(f"{name} becomes {chosen[name].codec.name}" for name in declined)
+    return Answer(whole or ("F16",), declined, note)
 
 
 def vllm_answer(linear: EngineLinear) -> Answer:
