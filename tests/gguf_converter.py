@@ -57,7 +57,7 @@ def summary(path: Path) -> dict[str, Any]:
     and shape of each tensor."""
     reader = gguf.GGUFReader(path)
     keys = {
-        name: ["/".join(kind.name for kind in field.types), _short(field.contents())]
+        name: ["/".join(kind.name for kind in field.types), short(field.contents())]
         for name, field in reader.fields.items()
         if not name.startswith("GGUF.")
     }
@@ -72,7 +72,8 @@ def data(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return {t.name: t.data for t in gguf.GGUFReader(path).tensors}
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
+    """`value`, a long list as its length and hash."""
     if isinstance(value, list) and len(value) > SHORT:
         digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()
         return {"length": len(value), "sha256": digest}

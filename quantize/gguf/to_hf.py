@@ -28,6 +28,7 @@ from .reader import GGUFFile
 from .writer import sync
 
 DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -59,7 +60,8 @@ def gguf_to_hf(
     temporary.mkdir(parents=True)
     try:
         write_tokenizer(tokenizer, temporary, h["max_position_embeddings"])
-        config = {**hparams.to_config(h), **bias_settings(h, tensors), **token_ids(tokenizer)}
+        named = dict.fromkeys(TOKEN_IDS) | token_ids(tokenizer)  # null, or the class's own would be
+        config = {**hparams.to_config(h), **bias_settings(h, tensors), **named}
         dtypes = {name: dtype or exact_dtype(file, place) for name, place in tensors.items()}
         matrices = {dtypes[name] for name, place in tensors.items() if not place.target.float32}
         widest = matrices.pop() if len(matrices) == 1 else torch.float32

@@ -1,0 +1,200 @@
+"""Every architecture: against llama.cpp's converter, through llama.cpp itself, and back.
+
+What differs from the converter is listed here and in docs/architectures.md, and nothing else may.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lowbit.evals.llamacpp import LlamaCpp, available
+from lowbit.quantize.gguf import vocab
+from lowbit.quantize.gguf.export import export_gguf
+from lowbit.quantize.gguf.hf_vocab import read_vocab
+from lowbit.quantize.gguf.to_hf import gguf_to_hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from . import gguf_converter
+from .gguf_converter import RECORD, convert, data, summary
+from .gguf_zoo import ENDS, SPARE_ROWS, ZOO, make_member
+
+QUICK = ("gpt2", "mixtral", "gemma3", "phi3-longrope")  # those whose tokenizers load quickly
+SLOW = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ZOO]
+OURS_ALONE = {  # said where the converter leaves it to llama.cpp's default
+    "general.quantized_by", "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token",
+    "tokenizer.ggml.add_space_prefix",
+}  # fmt: skip
+THEIRS_ALONE = {"tokenizer.ggml.add_sep_token"}  # of pairs of texts
+OTHERWISE = {"general.name"}  # the folder's name as it is
+OTHERWISE_IN = {
+    "gemma2": {"tokenizer.ggml.add_space_prefix"},  # as the tokenizer has it; theirs is a constant
+    "gemma3": {"tokenizer.ggml.add_space_prefix"},
+    "phi3": {"tokenizer.ggml.scores", "tokenizer.ggml.token_type"},  # of <unk>, <s> and </s>
+    "phi3-longrope": {"tokenizer.ggml.scores", "tokenizer.ggml.token_type"},
+}
+needs_llama_cpp = pytest.mark.skipif(
+    not available(), reason="llama.cpp (xllamacpp) is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def differing(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
+    """The keys that differ although they should not."""
+    listed = OTHERWISE | OTHERWISE_IN.get(name, set())
+    found = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)} - listed
+    found -= {k for k in found & OURS_ALONE if k not in theirs}
+    return found - {k for k in found & THEIRS_ALONE if k not in ours}
+
+
+def without_rows(found: dict[str, Any], rows: int) -> dict[str, Any]:
+    """A summary in which no number tells how many tokens there are."""
+    tensors = {
+        name: [kind, ["rows" if n == rows else n for n in shape]]
+        for name, (kind, shape) in found["tensors"].items()
+    }
+    keys = {
+        k: v
+        for k, v in found["keys"].items()
+        if not k.startswith("tokenizer.") and not k.endswith((".vocab_size", ".size_label"))
+    }
+    return {"keys": keys, "tensors": tensors}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_keys_and_tensors_are_the_converter_s(
+    tmp_path: Path, record: dict[str, Any], name: str
+) -> None:
+    """Types, names, shapes and values, with a small vocabulary in place of the recorded one."""
+    export_gguf(make_member(name, tmp_path / "model", small=True), tmp_path / "m.gguf", "F16",
+                progress=False)  # fmt: skip
+    found = summary(tmp_path / "m.gguf")
+    shapes = (s["tensors"]["token_embd.weight"][1][0] for s in (found, record[name]))
+    ours, theirs = (without_rows(s, n) for s, n in zip((found, record[name]), shapes, strict=True))
+    assert differing(name, ours["keys"], theirs["keys"]) == set()
+    assert ours["tensors"] == theirs["tensors"]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-spm", "qwen2", "gpt2"])
+def test_tokenizers_are_the_converter_s(record: dict[str, Any], name: str) -> None:
+    """Tokens, types, scores, merges, special ids and chat templates of the four real tokenizers."""
+    from .gguf_models import shared_data
+
+    tokenizer = ZOO[name].tokenizer
+    theirs = {k: v[1] for k, v in record[name]["keys"].items() if k.startswith("tokenizer.")}
+    bos, eos = ENDS[tokenizer]
+    rows = theirs["tokenizer.ggml.tokens"]["length"]
+    config = {"vocab_size": rows, "bos_token_id": bos, "eos_token_id": eos}
+    read = read_vocab(shared_data() / "tokenizers" / f"{tokenizer}-hf", config)
+    keys = vocab.to_keys(read)
+    if "tokenizer.ggml.scores" in keys:
+        rounded = np.array(keys["tokenizer.ggml.scores"], np.float32).tolist()
+        keys["tokenizer.ggml.scores"] = rounded
+    ours = {key: gguf_converter.short(value) for key, value in keys.items()}
+    assert differing(name, ours, theirs) == set()
+    assert read.tokens[-SPARE_ROWS:] == [f"[PAD{i}]" for i in range(rows - SPARE_ROWS, rows)]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    """A file in float32 gives back the model: its class, its weights, its logits."""
+    source = make_member(name, tmp_path / "model", small=True)
+    export_gguf(source, tmp_path / "m.gguf", "F32", progress=False)
+    back = gguf_to_hf(tmp_path / "m.gguf", tmp_path / "back", dtype=None, progress=False)
+    before, after = (AutoModelForCausalLM.from_pretrained(f).eval() for f in (source, back))
+    if name != "mistral":  # which is a Llama
+        assert type(before) is type(after)
+    values, stored = before.state_dict(), after.state_dict()
+    assert values.keys() == stored.keys()
+    for key, value in values.items():
+        torch.testing.assert_close(stored[key], value, rtol=0, atol=1e-6)
+    ids = torch.arange(3, 250, 5)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(after(ids).logits, before(ids).logits, rtol=0, atol=1e-4)
+
+
+def greedy(model: Any, tokenizer: Any, steps: int) -> tuple[list[int], list[int]]:
+    """A prompt, and its continuation without near-ties and half characters, which the server that
+    runs llama.cpp swallows."""
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(300, 30000, (40,), generator=generator).tolist()
+        prompt, gap = list(ids), 9.0
+        for _ in range(steps):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1]
+            best = logits.topk(2).values
+            gap = min(gap, (best[0] - best[1]).item())
+            ids.append(int(logits.argmax()))
+            if gap < 0.03 or "\ufffd" in tokenizer.decode(ids[-1:]):
+                break
+        else:
+            return prompt, ids[40:]
+    raise AssertionError("no such prompt")
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", SLOW)
+def test_llama_cpp_computes_the_model(tmp_path: Path, name: str) -> None:
+    """In F16: the same greedy tokens as transformers, the likeliest ten within 1e-2."""
+    source = make_member(name, tmp_path / "model")
+    export_gguf(source, tmp_path / "m.gguf", "F16", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    prompt, expected = greedy(model, AutoTokenizer.from_pretrained(source), 12)
+    llama_cpp = LlamaCpp(tmp_path / "m.gguf", 128, threads=1, precise=True)
+    assert llama_cpp.generate(prompt, 12, ignore_eos=True) == expected
+    for count in (0, 5, 11):
+        ids = prompt + expected[:count]
+        with torch.no_grad():
+            ours = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        theirs = llama_cpp.next_logprobs(ids, 10)
+        assert len(theirs) == 10
+        assert max(abs(ours[i].item() - value) for i, value in theirs.items()) < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_the_real_converter_writes_the_same(
+    tmp_path: Path, record: dict[str, Any], name: str
+) -> None:
+    """Every key and every byte of every tensor, and the record is what it writes today."""
+    source = make_member(name, tmp_path / "model")
+    theirs = convert(source, tmp_path / "theirs.gguf")
+    export_gguf(source, tmp_path / "ours.gguf", "F16", progress=False)
+    found, expected = summary(tmp_path / "ours.gguf"), summary(theirs)
+    assert expected == record[name]
+    assert differing(name, found["keys"], expected["keys"]) == set()
+    assert found["tensors"] == expected["tensors"]
+    ours, written = data(tmp_path / "ours.gguf"), data(theirs)
+    for tensor in ours:
+        if tensor == "rope_freqs.weight":  # computed in float64 here, in float32 there
+            np.testing.assert_allclose(ours[tensor], written[tensor], rtol=1e-6)
+        else:
+            assert np.array_equal(ours[tensor], written[tensor]), tensor
+
+
+def test_models_saved_without_their_prefix(tmp_path: Path) -> None:
+    """As the first GPT-2 was: h.0.attn.c_attn.weight and masks beside."""
+    from safetensors.torch import load_file, save_file
+
+    source = make_member("gpt2", tmp_path / "model", small=True)
+    bare = tmp_path / "bare" / "model"
+    shutil.copytree(source, bare)
+    weights = {
+        name.removeprefix("transformer."): value
+        for name, value in load_file(source / "model.safetensors").items()
+    }
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(weights, bare / "model.safetensors", metadata={"format": "pt"})
+    for folder, name in ((source, "a.gguf"), (bare, "b.gguf")):
+        export_gguf(folder, tmp_path / name, "F16", progress=False)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
