@@ -22,7 +22,7 @@ from .expert_calibration import dampened, why_rounded
 from .layer_weights import LayerWeights
 from .linear_names import fused_peers
 from .linear_plan import Plan, PlannedLinear
-from .passes.gptq import corrected_weight, factor_hessian, gptq_quantize, output_energy
+from .passes.gptq import solve
 from .passes.hqq import hqq_quantize
 from .passes.kv_cache import KVObserver
 from .passes.rtn import rtn_quantize
@@ -220,29 +220,25 @@ class PassWorker(LayerWorker):
                 self._round_experts(members, group, fallback)
                 return
             settings = dampened(settings, statistic.tokens, planned.shape[1])
-        hessian = statistic.mean()
+        hessian, shift = statistic.mean(), group.statistics.get("input_shift")
+        moved = shift.mean() if shift is not None and shift.tokens else None
         if hessian.nbytes > LARGE_BYTES:
             release_free_memory()
-        factor = factor_hessian(hessian, settings)
         stacked, heights, dtype = self._stacked(members)
-        shift = group.statistics.get("input_shift")
-        aim = stacked
-        if shift is not None and settings.input_correction and shift.tokens:
-            aim = corrected_weight(stacked, factor, shift.mean(), settings.input_correction)
-        result = gptq_quantize(aim, factor, planned.scheme.weights, dtype, settings)
-        energy = output_energy(stacked, hessian)
+        solved = solve(stacked, hessian, moved, planned.scheme.weights, dtype, settings)
+        del stacked  # as the factor is gone: packing takes memory, too
         parts = zip(
-            split_rows(result.quantized, heights),
-            result.error.split(heights),
-            energy.split(heights),
+            split_rows(solved.quantized, heights),
+            solved.error.split(heights),
+            solved.energy.split(heights),
             strict=True,
         )
         for name, (quantized, error, reference) in zip(members, parts, strict=True):
             self.keep(name, group, quantized, {
                 "method": "gptq",
                 "relative_error": float(error.sum() / reference.sum().clamp_(min=1e-30)),
-                "dampening_frac": factor.dampening_frac,
-                "dead_columns": factor.dead,
+                "dampening_frac": solved.dampening_frac,
+                "dead_columns": solved.dead,
                 "tokens": statistic.tokens,
                 **_routed(group),
             })  # fmt: skip

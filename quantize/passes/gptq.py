@@ -63,6 +63,38 @@ class GPTQResult(NamedTuple):
     error: Tensor
 
 
+class Solved(NamedTuple):
+    """quantized, error: as of GPTQResult. energy: float32 [out], what `output_energy` says of the
+    weight. dampening_frac, dead: as of Factor."""
+
+    quantized: Quantized
+    error: Tensor
+    energy: Tensor
+    dampening_frac: float
+    dead: int
+
+
+def solve(
+    w: Tensor,
+    hessian: Tensor,
+    shift: Tensor | None,
+    spec: QuantSpec,
+    scale_dtype: torch.dtype,
+    settings: GPTQSettings,
+) -> Solved:
+    """Quantize w float32 [out, in] against the Hessian of its input; both are left as they are.
+
+    shift: float32 [in, in], how the input has moved (`corrected_weight`), where the settings want
+    it made up for. Raises UserError as `factor_hessian` and `gptq_quantize` do.
+    """
+    factor, aim = factor_hessian(hessian, settings), w
+    if shift is not None and settings.input_correction:
+        aim = corrected_weight(w, factor, shift, settings.input_correction)
+    quantized, error = gptq_quantize(aim, factor, spec, scale_dtype, settings)
+    energy = output_energy(w, hessian)
+    return Solved(quantized, error, energy, factor.dampening_frac, factor.dead)
+
+
 def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
     """Damp, reorder and factor `hessian` float32 [in, in] (mean of x x^T over tokens).
 
