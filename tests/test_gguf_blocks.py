@@ -75,6 +75,8 @@ def real() -> Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", BLOCKS, ids=name_of)
 def test_bytes_are_those_of_llama_cpp(kind: type[Codec], rows: str) -> None:
+    if rows == "huge" and kind.name[:3] in ("IQ1", "IQ2", "IQ3"):
+        pytest.skip("llama.cpp aborts where a sum of squares overflows")
     x = ROWS[rows]
     if not kind.needs_importance:
         assert torch.equal(kind.encode(x), llama_cpp_blocks(x, kind))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ....kernels.errors import UserError
 from .base import Codec
+from .iq1_quants import IQ1_M, IQ1_S
+from .iq_quants import IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 from .k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from .legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from .mxfp4 import MXFP4
@@ -16,6 +18,7 @@ CODECS: dict[str, type[Codec]] = {
     for c in (
         *(F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1),
         *(Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, TQ1_0, TQ2_0),
+        *(IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M),
     )
 }
 

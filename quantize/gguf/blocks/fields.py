@@ -92,6 +92,29 @@ def from_six_bits(data: Tensor) -> Tensor:
     return low | high.flatten(1) << 4
 
 
+def to_bits(bits: Tensor) -> Tensor:
+    """bool [n, k] to uint8 [n, k / 8]: bit j of a byte is entry j of its eight."""
+    eight = bits.view(len(bits), -1, 8).to(torch.uint8)
+    return (eight << shifts(8, 1, bits)).sum(-1, dtype=torch.uint8)
+
+
+def from_bits(data: Tensor) -> Tensor:
+    """uint8 [n, k] to uint8 [n, 8 * k] of zeros and ones."""
+    return (data.unsqueeze(-1) >> shifts(8, 1, data) & 1).flatten(1)
+
+
+def to_bytes(words: Tensor, count: int) -> Tensor:
+    """Words int64 [n, k] to uint8 [n, k * count], the lowest byte first."""
+    at = torch.arange(0, 8 * count, 8, device=words.device)
+    return (words.unsqueeze(-1) >> at & 255).to(torch.uint8).flatten(1)
+
+
+def from_bytes(data: Tensor, count: int) -> Tensor:
+    """The inverse of `to_bytes`: int64 [n, k]."""
+    parts = data.reshape(len(data), -1, count).to(torch.int64)
+    return (parts << torch.arange(0, 8 * count, 8, device=data.device)).sum(-1)
+
+
 def shifts(count: int, bits: int, like: Tensor) -> Tensor:
     """0, bits, 2 * bits, ... as uint8 [count] on the device of `like`."""
     return torch.arange(0, count * bits, bits, dtype=torch.uint8, device=like.device)
