@@ -21,7 +21,7 @@ import numpy as np
 from ...kernels.errors import UserError
 from ..checkpoint.files import explained
 from ..checkpoint.workspace import workspace
-from .codecs import Codec
+from .blocks import Codec
 from .container import LONGEST_NAME
 from .reader import MOST_PARTS
 
@@ -218,8 +218,12 @@ def replacing(out: Path, names: list[str], overwrite: bool) -> Iterator[Path]:
     try:
         with workspace(out) as folder:
             yield folder
-            for path in reversed(paths):
+            for path in paths:
                 sync(folder / path.name)
+            if len(paths) > 1 and paths[0].exists():  # else it would stand before parts not its own
+                paths[0].unlink()
+                sync(out.parent)
+            for path in reversed(paths):
                 os.replace(folder / path.name, path)
             sync(out.parent)
     except OSError as e:
