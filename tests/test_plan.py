@@ -206,6 +206,8 @@ def test_a_tied_head_is_counted_and_said(shallow: Path, untied: Path) -> None:
     assert report.tied_bytes == embedding.nbytes
     assert any("output head" in a.trouble for a in report.advice)
     assert plan(untied, recipe(), timed=False).tied_bytes == 0
+    turned = plan(shallow, recipe(method="rotate+rtn"), timed=False)
+    assert turned.tied_bytes == 0  # the rotation gives it a head
 
 
 def test_devices_that_cannot_share_are_said_with_a_group_size_that_could(shallow: Path) -> None:
@@ -233,6 +235,7 @@ def test_what_a_run_refuses_a_plan_refuses_in_its_words(
         (recipe(method=method, text=story), shallow / "inside"),
         (replace(recipe(method="gptq", text=story), calibration=long), tmp_path / "out"),
         (recipe(method=method, text=story, targets=["lm_head"]), tmp_path / "out"),
+        (recipe(method="gptq", text=tmp_path / "nonsuch.txt"), tmp_path / "out"),
     ):
         with pytest.raises(UserError) as planned:
             plan(shallow, asked, out, timed=False)

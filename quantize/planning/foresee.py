@@ -23,7 +23,7 @@ from ..linear_plan import Plan
 from ..recipe import Recipe
 from .machine import free_disk_bytes, resident_bytes
 from .memory import MemoryEstimate, ModelBytes, estimate_memory
-from .rates import measure
+from .rates import Rates, measure
 from .sample import RowTimes, row_times
 from .sizes import Sources, Totals, cache_scale_count, totals
 from .timing import COPIES, TimeEstimate, estimate_time
@@ -100,37 +100,34 @@ class Foresight:
         return ", ".join(parts)
 
 
-def foresee(outline: Outline, place: Path | None, begun: float, timed: bool = True) -> Foresight:
+def foresee(
+    outline: Outline,
+    place: Path | None,
+    begun: float,
+    timed: bool = True,
+    must_fit: bool = True,
+) -> Foresight:
     """What the run will take.
 
     place: the folder that the output will lie in, None where it is not known. begun: seconds that
-    the run has taken so far. timed: whether the machine is measured.
+    the run has taken so far. timed: whether the machine is measured. must_fit: UserError where the
+    disk has too little room.
     """
     start = time.perf_counter()
     held = resident_bytes()
-    config = None if outline.model is None else outline.model.config
-    cache = outline.recipe.kv_cache
-    spec = None if cache is None else cache.kv_cache.spec
-    scales = 0 if config is None else cache_scale_count(spec, config)
-    weights = totals(outline.plan, outline.sources, scales)
+    weights = totals(outline.plan, outline.sources, _cache_scales(outline))
     work = work_of(outline, weights)
     memory = estimate_memory(
         work, model_bytes(outline), held, on_device=outline.device.type != "cpu"
     )
     disk = weights.tensor_bytes + SPARE_BYTES
     disk += 0 if work.streamed else work.quantized_bytes * (COPIES - 1)
+    if must_fit and place is not None:
+        check_room(disk, place)
     if not timed:
         return Foresight(weights, memory, None, "", disk)
-    model, widest = outline.model, max(outline.info.values(), key=lambda info: info.nbytes)
-    times = RowTimes({})
-    if model is not None and work.rows:
-        batch = min(work.rows, work.recipe.execution.batch_size)
-        times = row_times(model, batch, work.seq_len)
-    rates = measure(
-        work.problems, work.recipe, times.seconds,
-        torch.float32 if model is None else model.dtype, widest.dtype, outline.layout,
-        outline.device, place or Path(tempfile.gettempdir()), weights.tensor_bytes,
-    )  # fmt: skip
+    times = _row_times(outline, work)
+    rates = _rates(outline, work, times, place or Path(tempfile.gettempdir()))
     begun += time.perf_counter() - start
     return Foresight(weights, memory, estimate_time(work, rates, begun), times.note, disk)
 
@@ -141,11 +138,8 @@ def foresee_run(outline: Outline, out: Path, begun: float, restart: bool) -> For
     UserError where the disk has too little room for it (an unfinished run, which goes on unless
     `restart`, has taken some of it already).
     """
-    place = out.absolute().parent
-    foresight = foresee(outline, place, begun, worth_timing(outline))
-    if restart or unfinished_identity(out) is None:
-        check_room(foresight, place)
-    return foresight
+    anew = restart or unfinished_identity(out) is None
+    return foresee(outline, out.absolute().parent, begun, worth_timing(outline), must_fit=anew)
 
 
 def worth_timing(outline: Outline) -> bool:
@@ -155,13 +149,13 @@ def worth_timing(outline: Outline) -> bool:
     return weights * (tokens + PER_WEIGHT) > WORTH_TIMING
 
 
-def check_room(foresight: Foresight, place: Path) -> None:
-    """UserError where the disk that `place` lies on cannot hold the output and its making."""
+def check_room(needed: int, place: Path) -> None:
+    """UserError where the disk that `place` lies on has fewer free bytes than are needed."""
     free = free_disk_bytes(place)
-    if free < foresight.disk_bytes:
+    if free < needed:
         raise UserError(
-            f"{place} has {_size(free)} free, but the run needs {_size(foresight.disk_bytes)}; "
-            "free some or choose another output"
+            f"{place} has {_size(free)} free, but the run needs {_size(needed)}; free some or "
+            "choose another output"
         )
 
 
@@ -169,11 +163,8 @@ def work_of(outline: Outline, weights: Totals) -> Work:
     """The run's work."""
     model, recipe = outline.model, outline.recipe
     text = outline.config.get("text_config") or outline.config
-    kept = sum(
-        info.nbytes
-        for name, info in outline.info.items()
-        if name.removesuffix(".weight") not in _planned(outline)
-    )
+    planned = {f"{outline.stored_name(name)}.weight" for name in outline.plan.linears}
+    kept = sum(info.nbytes for name, info in outline.info.items() if name not in planned)
     layers = () if model is None else model.layers.values()
     return Work(
         problems=problems_of(outline.plan, outline.config, recipe.calibration.all_experts),
@@ -213,8 +204,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} minutes" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
 
 
-def _planned(outline: Outline) -> set[str]:
-    return {outline.stored_name(name) for name in outline.plan.linears}
+def _cache_scales(outline: Outline) -> int:
+    cache, model = outline.recipe.kv_cache, outline.model
+    if cache is None or model is None:
+        return 0
+    return cache_scale_count(cache.kv_cache.spec, model.config)
+
+
+def _row_times(outline: Outline, work: Work) -> RowTimes:
+    if outline.model is None or not work.rows:
+        return RowTimes({})
+    batch = min(work.rows, work.recipe.execution.batch_size)
+    return row_times(outline.model, batch, work.seq_len)
+
+
+def _rates(outline: Outline, work: Work, times: RowTimes, place: Path) -> Rates:
+    widest = max(outline.info.values(), key=lambda info: info.nbytes)
+    dtype = torch.float32 if outline.model is None else outline.model.dtype
+    return measure(
+        work.problems, work.recipe, times.seconds, dtype, widest.dtype, outline.layout,
+        outline.device, place, work.bytes_after,
+    )  # fmt: skip
 
 
 def _count(module: nn.Module) -> int:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from ...calib import hub
 from ...calib.experts import split_modules
 from ...calib.model import LayeredModel
 from ...calib.source import model_folder
+from ...calib.text import load_tokenizer
 from ...kernels.device import resolve_device
 from ..cache_layers import check_cache
 from ..checkpoint.load import read_config
@@ -31,7 +33,7 @@ from ..prepare import (
 )
 from ..recipe import Recipe
 from .advice import Surroundings, advise
-from .foresee import Foresight, Outline, check_room, foresee
+from .foresee import Foresight, Outline, foresee
 from .machine import available_bytes
 from .modules import module_plans
 from .parallel import heads_of, unlike_peers
@@ -69,8 +71,6 @@ def plan(
     outline, notes = outline_of(folder, recipe, resolve_device(device))
     place = None if out is None else out.absolute().parent
     foresight = foresee(outline, place, time.perf_counter() - begun, timed)
-    if place is not None:
-        check_room(foresight, place)
     return _report(folder, outline, foresight, notes)
 
 
@@ -109,9 +109,11 @@ def _streamed(folder: Path, recipe: Recipe, device: torch.device) -> tuple[Outli
 
 
 def _text_note(model: LayeredModel, recipe: Recipe) -> str:
-    """What is known of the calibration text; UserError where a local one is too short."""
+    """What is known of the calibration text; UserError where one that is at hand will not do."""
     source = recipe.calibration.source
-    if source in FETCHED or not (source == "pydoc" or Path(source).is_file()):
+    named = hub.DATASET_ID.fullmatch(source) and not source.endswith((".txt", ".jsonl"))
+    if source in FETCHED or (named and not Path(source).is_file()):
+        load_tokenizer(model.folder)
         return f"calibration text '{source}' is fetched by the run; it was not looked at"
     _, text = calibration_rows(model, recipe)
     return f"calibration: {text.description}"
@@ -148,11 +150,11 @@ def _report(folder: Path, outline: Outline, foresight: Foresight, notes: list[st
 
 def _tied_bytes(outline: Outline) -> int:
     """Bytes of the embedding where it is the output head too; 0 where it is not."""
-    for name in outline.plan.linears:
-        if f"{name}.weight".endswith(HEADS):
-            return 0
     text = outline.config.get("text_config") or outline.config
     tied = text.get("tie_word_embeddings", outline.config.get("tie_word_embeddings"))
-    if any(name.endswith(HEADS) for name in outline.info) and not tied:
+    own = not tied and any(name.endswith(HEADS) for name in outline.info)
+    if outline.model is not None:  # which a rotation may have given a head of its own
+        own = outline.model.head is not None
+    if own:
         return 0
     return max((i.nbytes for n, i in outline.info.items() if n.endswith(EMBEDDINGS)), default=0)
