@@ -223,7 +223,7 @@ def _rates(outline: Outline, work: Work, times: RowTimes, place: Path) -> Rates:
     dtype = torch.float32 if outline.model is None else outline.model.dtype
     return measure(
         work.problems, work.recipe, times.seconds, dtype, widest.dtype, outline.layout,
-        outline.device, place, work.bytes_after,
+        outline.device, place, min(work.bytes_after, free_disk_bytes(place) // 2),
     )  # fmt: skip
 
 

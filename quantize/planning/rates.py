@@ -38,6 +38,8 @@ SWEEP_COLUMNS, SWEEP_WEIGHTS = 768, 1 << 22  # of a timed solve, at most
 ROUNDED_WEIGHTS = 1 << 20  # rounded for a timing, at most
 BALANCED_WEIGHTS = 1 << 18
 DISK_BYTES = 1 << 25  # written and read back for a timing, at most
+PIECE = 1 << 20  # bytes that are written at once
+CPU = torch.device("cpu")
 ANY_COLUMNS = 64  # columns of a solve that has no groups come in so many
 PRODUCT = 512  # rows, columns and inner size of a timed product
 
@@ -235,28 +237,29 @@ def input_rate(p: Problem, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def disk_rates(folder: Path, nbytes: int) -> tuple[float, float, float]:
-    """Seconds for each byte that is read, written (and synced) and hashed in `folder`."""
-    data = os.urandom(1 << 20)
-    pieces = max(1, min(nbytes, DISK_BYTES) >> 20)
+    """Seconds for each byte that is read, written (and synced) and hashed in `folder`, where
+    `nbytes` may be written; reading and writing cost nothing where it is none."""
+    size = min(nbytes, DISK_BYTES)
+    data = os.urandom(max(1, min(size, PIECE)))
+    digest = seconds_of(lambda: hashlib.sha256(data).digest(), CPU, 1) / len(data)
+    if size <= 0:
+        return 0.0, 0.0, digest
     with tempfile.TemporaryFile(dir=folder) as file:
         start = time.perf_counter()
-        for _ in range(pieces):
+        for _ in range(size // len(data)):
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
         written = time.perf_counter() - start
+        total = file.tell()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start = time.perf_counter()
-        while file.read(1 << 20):
+        while file.read(PIECE):
             pass
         read = time.perf_counter() - start
-    start = time.perf_counter()
-    hashlib.sha256(data).digest()
-    digest = time.perf_counter() - start
-    total = pieces * len(data)
-    return read / total, written / total, digest / len(data)
+    return read / total, written / total, digest
 
 
 def _cut_columns(p: Problem, most: int) -> int:
