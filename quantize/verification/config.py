@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ...calib.safe_files import read_json_object
 from ...kernels.errors import UserError
 from ..checkpoint.ct_config import scheme_for_module, schemes_from_config
 from ..checkpoint.kv_config import OWN_KEY
+from ..checkpoint.patterns import name_pattern
 from ..spec import LayerScheme
 from .findings import Finding, finding
 
@@ -130,34 +131,59 @@ def left_quantized(
     head: the output linear, which GPTQ's, AWQ's and FP8's readers leave alone by themselves.
     """
     method = quantization.get("quant_method")
-    for module in plain:
-        if method == "compressed-tensors":
-            claimed = not _ignored(module, quantization.get("ignore")) and (
-                scheme_for_module(module, schemes_from_config(dict(quantization), folder))
-            )
-        elif method in ("awq", "fp8"):
-            kept = quantization.get("modules_to_not_convert") or []
-            claimed = module != head and not any(str(k) in module for k in kept)
-        elif method == "gptq":
-            dynamic = quantization.get("dynamic") or {}
-            excluded = [k.removeprefix("-:") for k in dynamic if k.startswith("-:")]
-            claimed = module != head and not any(re.match(p, module) for p in excluded)
-        else:
-            continue
-        if claimed:
-            yield finding(
-                "targeted, not quantized", f"{module}.weight", "codes, as config.json says",
-                "a float weight that config.json does not leave out",
-            )  # fmt: skip
+    claims = CLAIMS.get(str(method))
+    if claims is None:
+        return
+    try:
+        claimed = claims(quantization, list(plain), head, folder)
+    except (UserError, re.error, AttributeError, TypeError) as e:
+        where = "config.json: quantization_config"
+        yield finding("config", where, "names and patterns of linears left alone", e)
+        return
+    for module in claimed:
+        yield finding(
+            "targeted, not quantized", f"{module}.weight", "codes, as config.json says",
+            "a float weight that config.json does not leave out",
+        )  # fmt: skip
 
 
-def _ignored(module: str, ignore: Any) -> bool:
-    """Whether compressed-tensors' `ignore` names the linear, its class or a pattern of it."""
-    for target in ignore if isinstance(ignore, list) else ():
-        text = str(target)
-        if text.startswith("re:"):
-            if re.match(text[3:], module):
-                return True
-        elif text in (module, "Linear"):
-            return True
-    return False
+def _claimed_by_groups(
+    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
+) -> list[str]:
+    """compressed-tensors: what a group targets and `ignore` does not name."""
+    groups = schemes_from_config(dict(quantization), folder)
+    ignore = quantization.get("ignore") or []
+    left = [m for m in plain if not any(_names(str(t), m) for t in ignore)]
+    return [m for m in left if scheme_for_module(m, groups) is not None]
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target of `ignore` is the linear, its class or a pattern of it."""
+    if target.startswith("re:"):
+        return name_pattern(target[3:]).match(module)
+    return target in (module, "Linear")
+
+
+def _claimed_but_listed(
+    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
+) -> list[str]:
+    """AWQ and fine-grained FP8: all but modules_to_not_convert, whose names may be parts."""
+    kept = [str(k) for k in quantization.get("modules_to_not_convert") or []]
+    return [m for m in plain if m != head and not any(k in m for k in kept)]
+
+
+def _claimed_but_excluded(
+    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
+) -> list[str]:
+    """GPTQ: all but what `dynamic` excludes."""
+    dynamic = quantization.get("dynamic") or {}
+    excluded = [name_pattern(k.removeprefix("-:")) for k in dynamic if k.startswith("-:")]
+    return [m for m in plain if m != head and not any(p.match(m) for p in excluded)]
+
+
+CLAIMS: dict[str, Callable[[Mapping[str, Any], list[str], str | None, Path], list[str]]] = {
+    "compressed-tensors": _claimed_by_groups,
+    "awq": _claimed_but_listed,
+    "fp8": _claimed_but_listed,
+    "gptq": _claimed_but_excluded,
+}
