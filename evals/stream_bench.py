@@ -13,6 +13,7 @@ beside a small layer: no tensor needs to fit in memory either.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
@@ -38,7 +39,8 @@ from .report import environment
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000  # Llama-2-7B
 ALLOWANCE = 2 << 30  # bytes over the largest shard
-PIECE = 1 << 22  # random bytes written at once
+PIECE = 1 << 24  # random bytes written at once
+STEP = 1_000_003  # numbers by which a piece begins later than the one before
 CONVERT = """
 import sys, time
 from pathlib import Path
@@ -127,14 +129,22 @@ def _slots(shapes: dict[str, tuple[int, ...]]) -> list[Slot]:
 
 
 def _write_random(shard: OpenShard, t: Slot) -> None:
-    """Normal numbers, no two pieces alike, as wide as a trained model's; norms are ones."""
-    generator = torch.Generator().manual_seed(zlib.crc32(t.name.encode()))
+    """Normal numbers as wide as a trained model's; norms are ones. All pieces are the same numbers,
+    each begun at another one: drawing seven billion would take longer than quantizing them."""
+    if len(t.shape) == 1:
+        shard.append(t.name, tensor_bytes(torch.ones(t.shape).bfloat16()))
+        return
+    data, begin = _drawn(), zlib.crc32(t.name.encode())
     for start in range(0, t.nbytes, PIECE):
-        count = min(PIECE, t.nbytes - start) // 2
-        values = torch.ones(count)
-        if len(t.shape) > 1:
-            values = torch.randn(count, generator=generator).mul_(0.02)
-        shard.append(t.name, tensor_bytes(values.bfloat16()))
+        begin = (begin + STEP) % (len(data) // 2)
+        turned = data[2 * begin :] + data[: 2 * begin]
+        shard.append(t.name, turned[: t.nbytes - start])
+
+
+@functools.cache
+def _drawn() -> bytes:
+    generator = torch.Generator().manual_seed(0)
+    return tensor_bytes(torch.randn(PIECE // 2, generator=generator).mul_(0.02).bfloat16())
 
 
 def main() -> None:
