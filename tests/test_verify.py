@@ -328,6 +328,12 @@ def test_every_class_of_fault_is_tested() -> None:
     assert tested == set(FAULTS) - set(GGUF) - set(AGAINST)
 
 
+def test_the_guide_lists_every_class() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "verify.md").read_text()
+    for fault, (severity, consequence) in FAULTS.items():
+        assert f"| {fault} | {severity} | {consequence} |" in guide, fault
+
+
 def test_negative_scales_are_legal(wholes: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied(wholes("gptq v2"), tmp_path / "checkpoint")
     change_tensors(folder, lambda t: [t[n].neg_() for n in t if n.endswith("scales")])
