@@ -134,6 +134,20 @@ class ChannelRange:
         return self._square_sum / max(1, self.tokens)
 
 
+class SquareSum:
+    """Of each input column over all tokens: `total`, the sum of squares, float64 [in]."""
+
+    def __init__(self, in_features: int, device: str | torch.device = "cpu") -> None:
+        self.total = torch.zeros(in_features, dtype=torch.float64, device=device)
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        flat = x.reshape(-1, x.shape[-1])
+        self.tokens += flat.shape[0]
+        for chunk in flat.split(TOKENS_A_CHUNK) if len(flat) else ():
+            self.total += chunk.float().square().sum(0)
+
+
 class TokenSample:
     """Some inputs as they are: about TOKENS_A_BATCH of each batch, evenly spaced."""
 
@@ -150,9 +164,13 @@ class TokenSample:
         return torch.cat(self._parts)
 
 
-STATISTICS: dict[str, type[Hessian] | type[ChannelRange] | type[TokenSample] | type[InputShift]] = {
+STATISTICS: dict[
+    str,
+    type[Hessian] | type[ChannelRange] | type[SquareSum] | type[TokenSample] | type[InputShift],
+] = {
     "hessian": Hessian,
     "input_shift": InputShift,
     "channel_range": ChannelRange,
+    "square_sum": SquareSum,
     "token_sample": TokenSample,
 }

@@ -181,7 +181,7 @@ def test_every_flipped_metadata_byte_is_read_or_refused(gguf_file: Path, tmp_pat
 
 def rewritten(gguf_file: Path, out: Path, keys: dict[str, Any], drop: str = "") -> Path:
     """The file again with other metadata and without the tensor `drop`."""
-    from lowbit.quantize.gguf.mix import CODECS
+    from lowbit.quantize.gguf.blocks import CODECS
     from lowbit.quantize.gguf.writer import Planned, start_file
 
     file = GGUFFile(gguf_file)

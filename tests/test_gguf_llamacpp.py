@@ -16,7 +16,7 @@ import pytest
 import torch
 from lowbit.evals.llamacpp import LlamaCpp, available, generate
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.gguf.codecs import Q8_0
+from lowbit.quantize.gguf.blocks.legacy import Q8_0
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.to_hf import gguf_to_hf
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -16,6 +16,7 @@ from .demo import demo
 from .eval import evaluate
 from .export import export
 from .generate import generate
+from .imatrix import imatrix
 from .inspect import inspect
 from .plan import plan
 from .run import run
@@ -52,6 +53,7 @@ app.command()(verify)
 app.command()(generate)
 app.command("eval")(evaluate)
 app.command()(convert)
+app.command()(imatrix)
 app.command()(export)
 
 

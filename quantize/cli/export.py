@@ -22,11 +22,24 @@ def export(
     to: Annotated[str, typer.Option("--to", help="The format; gguf is the only one.")] = "gguf",
     file_type: Annotated[
         str,
-        typer.Option("--type", help="F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1."),
+        typer.Option("--type", help="Q4_K_M, Q8_0, IQ4_XS, F16, ...: any of llama-quantize's."),
     ] = "Q8_0",
+    imatrix: Annotated[
+        str | None,
+        typer.Option(help="An importance matrix (quantize imatrix), or auto to make one first."),
+    ] = None,
+    tensor_type: Annotated[
+        list[str] | None,
+        typer.Option(help="PATTERN=TYPE for tensors by name, such as ffn_down=Q6_K (repeat)."),
+    ] = None,
+    pure: Annotated[bool, typer.Option(help="One type for all matrices, no mix.")] = False,
     pre: Annotated[
         str | None,
         typer.Option(help="llama.cpp's name for the pre-tokenizer, where it is not recognised."),
+    ] = None,
+    split_max_size: Annotated[
+        str | None,
+        typer.Option(help="Cut into parts of at most so many bytes of tensors: 500M, 2G, ..."),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
@@ -42,10 +55,22 @@ def export(
         raise UserError(f"unknown format '{to}'; --to gguf is the only one")
     from ...calib.source import model_folder
     from ..gguf.export import export_gguf
-    from ..gguf.mix import check_file_type
+    from ..gguf.imatrix import read_imatrix
+    from ..gguf.imatrix_run import Settings, imatrix_of_model
+    from ..gguf.type_plan import wish
+    from ..gguf.writer import parse_size
 
-    check_file_type(file_type)
-    report = export_gguf(model_folder(model), out, file_type, pre=pre, overwrite=overwrite)
+    wish(file_type, pure, tensor_type or ())
+    part = None if split_max_size is None else parse_size(split_max_size)
+    folder = model_folder(model)
+    weights = None
+    if imatrix is not None:
+        made = imatrix == "auto"
+        weights = imatrix_of_model(folder, Settings()) if made else read_imatrix(imatrix)
+    report = export_gguf(
+        folder, out, file_type, pure=pure, tensor_types=tensor_type or (), imatrix=weights, pre=pre,
+        overwrite=overwrite, split_max_size=part,
+    )  # fmt: skip
     if as_json:
         print_json(facts(report))
     else:
@@ -75,6 +100,8 @@ def _table(report: ExportReport) -> None:
     table.add_row("whole file", f"{tensors}", f"{report.weights:,}", f"{report.nbytes:,}", bits)
     console = Console()
     console.print(table)
+    if report.parts > 1:
+        console.print(f"in {report.parts} parts; a program that reads the first finds the others")
     for warning in report.warnings:
         console.print(f"warning: {warning}")
     console.print(f"pre-tokenizer: {report.pre}")

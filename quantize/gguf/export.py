@@ -7,6 +7,7 @@ quantized layer whose codes fit the block type is repacked without rounding agai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,18 +19,22 @@ from ...kernels.errors import UserError
 from ..checkpoint.load import Checkpoint
 from ..quantized import Quantized
 from . import hparams, vocab
-from .codecs import BF16, F16, F32, Codec
+from .architectures import architecture_of_class
+from .blocks.plain import BF16, F32
 from .hf_vocab import read_vocab
 from .hparams import Hyperparameters
-from .mix import CODECS, FILE_TYPES, check_file_type, choose_codec
-from .names import ROPE_FREQS, interleave, rotated_heads, to_gguf
+from .imatrix import Imatrix, imatrix_keys
+from .metadata import general_keys
+from .mix import CODECS, FILE_TYPES, Choice, base_type
+from .names import Target, targets
 from .repack import can_repack, repack
-from .writer import Planned, replacing, start_file
+from .type_plan import TypeWish, plan_types, wish, without_importance
+from .writer import Planned, cut, part_paths, writing
 
 HALF_MAX = 65504.0  # largest float16, the type of values or scales
 IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
     ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
-    ".k_scale", ".v_scale",
+    ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias",
 )  # fmt: skip
 
 
@@ -42,7 +47,7 @@ class TypeTotal(NamedTuple):
 
 
 class ExportReport(NamedTuple):
-    """What was written.
+    """What was written: `path` alone or, in several `parts`, from there on.
 
     `totals`: block type -> TypeTotal. `repacked`: quantized layers carried over without a second
     rounding; `rounded_again`: those that were not. `fallbacks`: GGUF name -> why its type is not
@@ -51,6 +56,7 @@ class ExportReport(NamedTuple):
     """
 
     path: Path
+    parts: int
     file_type: str
     pre: str
     nbytes: int
@@ -64,11 +70,17 @@ class ExportReport(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of the file and the module it comes from; `part`: "weight" or "bias"."""
+    """A tensor of the file, and what it comes from: its modules as the checkpoint names them.
+
+    `importance`: of the input columns of each module, float32 [modules, columns]; `unfit`: the type
+    whose blocks do not divide the columns.
+    """
 
     planned: Planned
-    module: str
-    part: str
+    target: Target
+    modules: tuple[str, ...]
+    importance: Tensor | None = None
+    unfit: str | None = None
 
 
 def export_gguf(
@@ -76,153 +88,198 @@ def export_gguf(
     out: Path,
     file_type: str,
     *,
+    pure: bool = False,
+    tensor_types: Sequence[str] = (),
+    imatrix: Imatrix | None = None,
     pre: str | None = None,
     overwrite: bool = False,
+    split_max_size: int | None = None,
     progress: bool = True,
 ) -> ExportReport:
     """Write `out` from the model folder `model` in `file_type` (a key of mix.FILE_TYPES).
 
-    `pre` overrules llama.cpp's name for the pre-tokenizer. Raises UserError when the architecture,
-    a tensor or the tokenizer has no counterpart in llama.cpp's `llama`, when weights are not
-    finite, and when `out` exists without `overwrite`.
+    `pure`, `tensor_types` ("PATTERN=TYPE") and `imatrix` decide the tensors' block types and how
+    errors are weighed (type_plan.py). `pre` overrules llama.cpp's name for the pre-tokenizer. With
+    `split_max_size` the file is cut into parts that hold at most so many bytes of tensors
+    (writer.py). Raises UserError when the architecture, a tensor or the tokenizer has no
+    counterpart in llama.cpp, when weights are not finite, and when `out` exists without
+    `overwrite`.
     """
-    file_type = check_file_type(file_type)
+    wanted = wish(file_type, pure, tensor_types, imatrix)
+    file_type = wanted.file_type
     checkpoint = Checkpoint(Path(model))
-    h = hparams.from_config(checkpoint.config)
+    h = read_hyperparameters(checkpoint)
     tokenizer = read_vocab(checkpoint.folder, checkpoint.config, pre)
-    entries = plan(checkpoint, h, file_type)
-    divisors = h.rope_divisors()
-    extra = [Planned(ROPE_FREQS, tuple(divisors.shape), F32)] if divisors is not None else []
-    planned = extra + [e.planned for e in entries]
+    entries = plan(checkpoint, h, wanted)
+    extra = h.rope_tensors()
+    planned = [Planned(name, tuple(x.shape), F32) for name, x in extra.items()]
+    planned += [e.planned for e in entries]
     keys = {
-        "general.type": "model",
-        "general.name": model_name(checkpoint.folder),
-        "general.quantized_by": "lowbit",
+        **general_keys(checkpoint.folder, planned),
         **hparams.to_keys(h),
         "general.file_type": FILE_TYPES[file_type],
         "general.quantization_version": 2,
+        **({} if imatrix is None else imatrix_keys(imatrix)),
         **vocab.to_keys(tokenizer),
     }
     repacked, rounded_again = [], []
     total = sum(p.nbytes for p in planned)
-    with replacing(Path(out), overwrite) as temporary:
-        writer = start_file(temporary, "llama", keys, planned)
-        try:
-            if divisors is not None:
-                writer.write_tensor_data(divisors.numpy())
-            with tqdm(
-                total=total, unit="B", unit_scale=True, desc=file_type, disable=not progress
-            ) as bar:
-                for entry in entries:
-                    blocks, exact = encode(checkpoint, h, entry)
-                    checkpoint.shards.close()
-                    writer.write_tensor_data(blocks.numpy())
-                    if exact is not None:
-                        (repacked if exact else rounded_again).append(entry.module)
-                    bar.update(entry.planned.nbytes)
-        finally:
-            writer.close()
+    name = h.architecture.name
+    with writing(Path(out), name, keys, planned, overwrite, split_max_size) as writer:
+        for x in extra.values():
+            writer.write(x.numpy())
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc=file_type, disable=not progress
+        ) as bar:
+            for entry in entries:
+                blocks, exact = encode(checkpoint, entry)
+                checkpoint.shards.close()
+                writer.write(blocks.numpy())
+                if exact is not None:
+                    (repacked if exact else rounded_again).extend(entry.modules)
+                bar.update(entry.planned.nbytes)
+    files = part_paths(Path(out), len(cut(planned, split_max_size)))
     weights = sum(e.planned.weights for e in entries)
     return ExportReport(
-        path=Path(out),
+        path=files[0],
+        parts=len(files),
         file_type=file_type,
         pre=tokenizer.pre,
-        nbytes=Path(out).stat().st_size,
+        nbytes=sum(f.stat().st_size for f in files),
         weights=weights,
         bits_per_weight=8 * total / weights,
         totals=_totals(planned),
         repacked=repacked,
         rounded_again=rounded_again,
-        fallbacks=_fallbacks(planned, file_type),
-        warnings=checkpoint.warnings,
+        fallbacks=_fallbacks(entries),
+        warnings=[*checkpoint.warnings, *h.warnings, *lacking(entries, imatrix)],
     )
 
 
-def model_name(folder: Path) -> str:
-    """The folder's name, or the model's where the folder is a snapshot in the Hub's cache."""
-    folder = folder.resolve()
-    if folder.parent.name == "snapshots":
-        return folder.parent.parent.name.rpartition("--")[2]
-    return folder.name
+def read_hyperparameters(checkpoint: Checkpoint) -> Hyperparameters:
+    """The model's, transformers' defaults filled in where config.json leaves them out."""
+    architecture_of_class((checkpoint.config.get("architectures") or ["none"])[0])
+    return hparams.from_config(checkpoint.transformers_config().to_dict())
 
 
-def plan(checkpoint: Checkpoint, h: Hyperparameters, file_type: str) -> list[Entry]:
+def plan(checkpoint: Checkpoint, h: Hyperparameters, wanted: TypeWish) -> list[Entry]:
     """Every tensor of the file in order; UserError for missing or unknown tensors."""
+    if "num_experts" in h.values:  # they may be stored in 3-D tensors
+        checkpoint.model_on_meta(checkpoint.transformers_config(), torch.float32)
     shards, entries, used = checkpoint.shards, [], set()
-    for module, shape in h.shapes().items():
-        name = to_gguf(module)
-        assert name is not None, module
-        codec = choose_codec(f"{name}.weight", shape, file_type, h.tie_word_embeddings)
-        if module in checkpoint.schemes:
-            base = CODECS[file_type]
-            if can_repack(checkpoint.schemes[module].weights, shape[-1], base):
-                codec = base
-        elif f"{module}.weight" not in shards:
-            raise UserError(f"{checkpoint.folder} holds no tensor '{module}.weight'")
-        entries.append(Entry(Planned(f"{name}.weight", shape, codec), module, "weight"))
-        if f"{module}.bias" in shards:
-            entries.append(Entry(Planned(f"{name}.bias", shape[:1], F32), module, "bias"))
-        used.add(module)
+    stored = StoredNames(checkpoint, h)
+    found = [
+        t for t in targets(h) if t.part == "weight" or f"{stored(t.modules[0])}.bias" in shards
+    ]
+    choices = plan_types([t for t in found if not t.float32], h, wanted)
+    base = CODECS[base_type(wanted.file_type)]
+    for target in found:
+        modules = tuple(stored(module) for module in target.modules)
+        schemes = [checkpoint.schemes[m].weights for m in modules if m in checkpoint.schemes]
+        if target.part == "weight":
+            used.update(modules)
+        for m in modules:
+            if m not in checkpoint.schemes and f"{m}.{target.part}" not in shards:
+                raise UserError(f"{checkpoint.folder} holds no tensor '{m}.{target.part}'")
+        choice = Choice(F32) if target.float32 else choices[target.name]
+        quantized = target.part == "weight" and len(schemes) == len(modules)
+        if quantized and all(can_repack(s, target.shape[-1], base) for s in schemes):
+            choice = Choice(base)
+        importance = None
+        if wanted.imatrix is not None and choice.codec.uses_importance:
+            importance = wanted.imatrix.weights(target.name, target.shape)
+        planned = Planned(target.name, target.shape, choice.codec)
+        entries.append(Entry(planned, target, modules, importance, choice.wanted))
     codes = {n for module in checkpoint.schemes for n in checkpoint.stored_names(module)}
     for tensor in shards.names():
         module, _, part = tensor.rpartition(".")
         placed = module in used and (part in ("weight", "bias") or tensor in codes)
-        tied_copy = h.tie_word_embeddings and module == "lm_head"
+        tied_copy = h.tied and module == "lm_head"
         if not (placed or tied_copy or tensor.endswith(IGNORED)):
-            raise UserError(f"tensor '{tensor}' has no place in llama.cpp's llama architecture")
+            raise UserError(
+                f"tensor '{tensor}' has no place in llama.cpp's {h.architecture.name} architecture"
+            )
     return entries
 
 
-def encode(checkpoint: Checkpoint, h: Hyperparameters, entry: Entry) -> tuple[Tensor, bool | None]:
-    """The bytes of a tensor, and for a quantized layer whether its codes were kept."""
-    module, codec = entry.module, entry.planned.codec
-    heads = rotated_heads(module, h.num_attention_heads, h.num_key_value_heads)
+class StoredNames:
+    """What the checkpoint calls a module: some are stored without the base model's prefix."""
 
-    def place(rows: Tensor) -> Tensor:
-        return rows if heads is None else interleave(rows, heads)
+    def __init__(self, checkpoint: Checkpoint, h: Hyperparameters) -> None:
+        self._prefix = h.architecture.layers.partition(".")[0] + "."
+        embedding = next(iter(h.architecture.outer))
+        bare = f"{embedding.removeprefix(self._prefix)}.weight"
+        self._bare = f"{embedding}.weight" not in checkpoint.shards and bare in checkpoint.shards
 
-    if entry.part == "weight" and module in checkpoint.schemes:
+    def __call__(self, module: str) -> str:
+        return module.removeprefix(self._prefix) if self._bare else module
+
+
+def encode(checkpoint: Checkpoint, entry: Entry) -> tuple[Tensor, bool | None]:
+    """The bytes of a tensor, and for quantized layers whether their codes were kept."""
+    parts = [_encode_module(checkpoint, entry, module) for module in entry.modules]
+    kept = [exact for _, exact in parts if exact is not None]
+    blocks = parts[0][0] if len(parts) == 1 else torch.cat([blocks for blocks, _ in parts])
+    return blocks, all(kept) if kept else None
+
+
+def _encode_module(checkpoint: Checkpoint, entry: Entry, module: str) -> tuple[Tensor, bool | None]:
+    """What one module's tensor gives of the bytes."""
+    target, codec = entry.target, entry.planned.codec
+    if target.part == "weight" and module in checkpoint.schemes:
         q = checkpoint.quantized(module)
-        _check_shape(q.codes, entry)
+        _check_shape(q.codes, entry, module)
         if q.spec.type != "int" or q.spec.block is not None or q.g_idx is not None:
             # no block type holds such codes
-            return _encode_dense(place(q.dequantize()), entry), False
+            return _encode_dense(target.place(q.dequantize()), entry, module), False
         rows = q.codes.shape[0]
         zero = q.zero_point
         q = Quantized(
-            place(q.codes),
-            place(q.scale.expand(rows, -1)),
-            None if zero is None else place(zero.expand(rows, -1)),
+            target.place(q.codes),
+            target.place(q.scale.expand(rows, -1)),
+            None if zero is None else target.place(zero.expand(rows, -1)),
             q.spec,
         )
         if (blocks := repack(q, codec)) is not None:
             return blocks, True
-        return _encode_dense(q.dequantize(), entry), False
-    x = checkpoint.shards.get(f"{module}.{entry.part}").to(torch.float32)
-    _check_shape(x, entry)
-    return _encode_dense(place(x), entry), None
+        return _encode_dense(q.dequantize(), entry, module), False
+    x = checkpoint.shards.get(f"{module}.{target.part}").to(torch.float32)
+    _check_shape(x, entry, module)
+    return _encode_dense(target.place(x), entry, module), None
 
 
-def _encode_dense(x: Tensor, entry: Entry) -> Tensor:
+def _encode_dense(x: Tensor, entry: Entry, module: str) -> Tensor:
     """Float values to blocks; UserError for values that the type cannot hold."""
-    planned = entry.planned
+    planned, name = entry.planned, f"{module}.{entry.target.part}"
     largest = x.abs().max().item()
     if not largest < float("inf"):
-        raise UserError(f"tensor '{entry.module}.{entry.part}' holds NaN or infinite values")
+        raise UserError(f"tensor '{name}' holds NaN or infinite values")
     if largest > HALF_MAX and planned.codec not in (F32, BF16):
         raise UserError(
-            f"tensor '{entry.module}.{entry.part}' reaches {largest:.3g}, beyond float16's "
-            f"{HALF_MAX:g} that {planned.codec.name} relies on; export as BF16"
+            f"tensor '{name}' reaches {largest:.3g}, beyond float16's {HALF_MAX:g} that "
+            f"{planned.codec.name} relies on; export as BF16"
         )
-    return planned.codec.encode(x.reshape(-1, planned.shape[-1]))
+    importance = entry.importance
+    if importance is not None:
+        importance = importance[entry.modules.index(module)]
+    return planned.codec.encode(x.reshape(-1, planned.shape[-1]), importance)
 
 
-def _check_shape(x: Tensor, entry: Entry) -> None:
-    if tuple(x.shape) != entry.planned.shape:
+def _check_shape(x: Tensor, entry: Entry, module: str) -> None:
+    expected = entry.target.module_shape
+    if tuple(x.shape) != expected:
         raise UserError(
-            f"tensor '{entry.module}.{entry.part}' has shape {tuple(x.shape)}, config.json means "
-            f"{entry.planned.shape}"
+            f"tensor '{module}.{entry.target.part}' has shape {tuple(x.shape)}, config.json means "
+            f"{expected}"
         )
+
+
+def lacking(entries: list[Entry], imatrix: Imatrix | None) -> list[str]:
+    """A sentence where the importance matrix lacks some of the matrices."""
+    missing = [] if imatrix is None else without_importance([e.target for e in entries], imatrix)
+    if not missing:
+        return []
+    return [f"the importance matrix lacks {len(missing)} matrices, first {missing[0]}"]
 
 
 def _totals(planned: list[Planned]) -> dict[str, TypeTotal]:
@@ -235,11 +292,11 @@ def _totals(planned: list[Planned]) -> dict[str, TypeTotal]:
     return totals
 
 
-def _fallbacks(planned: list[Planned], file_type: str) -> dict[str, str]:
+def _fallbacks(entries: list[Entry]) -> dict[str, str]:
     """The matrices whose columns do not fill the blocks wanted for them."""
-    base: type[Codec] = CODECS[file_type]
     return {
-        p.name: f"{p.shape[-1]} columns are no multiple of {base.block}: kept as F16"
-        for p in planned
-        if len(p.shape) > 1 and p.codec is F16 and base.block > 1
+        e.planned.name: f"{e.planned.shape[-1]} columns are no multiple of "
+        f"{CODECS[e.unfit].block}, which {e.unfit} needs: stored as {e.planned.codec.name}"
+        for e in entries
+        if e.unfit is not None
     }

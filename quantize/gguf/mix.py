@@ -188,6 +188,7 @@ EMBEDDINGS = {  # of untied models, where not the base type
     **dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "IQ3_S"),
     **dict.fromkeys(("TQ1_0", "TQ2_0"), "Q4_K"),
 }
+TINY_TYPES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 EIGHT_EXPERTS = {  # the attention of Mixtral is small beside its experts
     *("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ3_XS", "IQ3_XXS", "IQ3_S", "IQ3_M"),
     *("IQ4_NL", "IQ4_XS"),
@@ -224,6 +225,9 @@ def choose_types(
     counted: dict[str, int] = {}
     values = sum(role_of(name) == "value" for name in shapes)
     patterns = [(re.compile(pattern), kind) for pattern, kind in overrides]
+    for pattern, _ in patterns:
+        if not any(pattern.search(name) for name in shapes):
+            raise UserError(f"no tensor's name matches '{pattern.pattern}', see blk.0.ffn_down")
     choices = {}
     for name, shape in sorted(shapes.items(), key=lambda item: (layer_of(item[0]), item[0])):
         if not is_quantized(name, shape):
@@ -236,6 +240,26 @@ def choose_types(
                 kind = _mixed(name, shape, file_type, facts, OUTPUT not in shapes, counted, values)
         choices[name] = fitting(kind, shape[-1])
     return {name: choices[name] for name in shapes}
+
+
+def parse_override(text: str) -> tuple[str, str]:
+    """ "PATTERN=TYPE" as a regular expression of tensor names and a block type's name."""
+    pattern, equals, kind = text.rpartition("=")
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise UserError(f"'{pattern}' is no regular expression: {e}") from e
+    if not equals or not pattern:
+        raise UserError(f"'{text}' is no PATTERN=TYPE, such as ffn_down=Q6_K")
+    return pattern, codec(kind.upper()).name
+
+
+def needs_importance(name: str, kind: type[Codec], file_type: str) -> bool:
+    """Whether `kind` is garbage for the tensor `name` where no importance matrix has it."""
+    if kind.needs_importance:
+        return True
+    small = kind.name in TINY_TYPES or (kind.name == "Q2_K" and file_type == "Q2_K_S")
+    return small and name not in (EMBEDDING, OUTPUT)
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
@@ -311,9 +335,3 @@ def layer_of(name: str) -> int:
     """The layer of "blk.N. ...", -1 outside of layers."""
     found = re.match(r"blk\.(\d+)\.", name)
     return int(found[1]) if found else -1
-
-
-def choose_codec(name: str, shape: Shape, file_type: str, tied: bool) -> type[Codec]:
-    """The block type of the tensor `name` (GGUF's name) in a file of a plain `file_type`."""
-    shapes = {name: shape} if tied else {name: shape, OUTPUT: shape}
-    return choose_types(shapes, file_type, Facts("llama", 1, 1, 1))[name].codec

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
+from .blocks import CODECS
 from .container import WHAT, Container, StoredTensor, read_container
-from .mix import CODECS
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 MOST_PARTS = 1000  # that are opened

@@ -14,7 +14,8 @@ from torch import Tensor
 from ...kernels.affine import expand_groups
 from ..quantized import Quantized
 from ..spec import QuantSpec
-from .codecs import AffineCodec, Codec, SymmetricCodec
+from .blocks import Codec
+from .blocks.legacy import AffineCodec, SymmetricCodec
 
 
 def can_repack(spec: QuantSpec, columns: int, codec: type[Codec]) -> bool:

@@ -91,22 +91,20 @@ def grid_search(x: Tensor, weight: Tensor, grid: Grid, trials: Trials, dead: Ten
 def choose_points(x: Tensor, root: Tensor, inverse: Tensor, scale: Tensor, grid: Grid) -> Chosen:
     """The point of each group of x [groups, width, n]: that of the rounded levels, or among the
     nearest the one with the least error, weighted by `root`."""
-    levels = nearest((inverse * x).sub_(1).mul_(0.5)).clamp_(0, int(grid.levels.max()))
-    found = grid.point_of[grid.keys(levels.transpose(1, 2))].to(torch.int64)
+    highest = int(grid.levels.max())
+    levels = nearest((inverse * x).sub_(1).mul_(0.5)).clamp_(0, highest)
+    found = grid.points(levels)
     on_grid = found >= 0
     group, at = (~on_grid).nonzero(as_tuple=True)
     if len(group):
-        rows = grid.neighbours[-1 - found[group, at]]  # [m, most]
-        values = 2 * grid.levels[rows.clamp(min=0)].float() + 1  # [m, most, width]
-        difference = scale[at, None, None] * values - x[group, :, at].unsqueeze(1)
-        terms = root[group, :, at].unsqueeze(1) * difference * difference
-        error = sum_columns(terms.permute(2, 0, 1)).masked_fill_(rows < 0, float("inf"))
-        found[group, at] = rows.gather(1, error.argmin(1, keepdim=True))[:, 0]
+        steps = torch.arange(1, 2 * highest + 2, 2, device=x.device).view(-1, 1)
+        mine, weight = (t[group, :, at].T.contiguous() for t in (x, root))
+        found[group, at] = grid.nearest(-1 - found[group, at], mine, weight, steps * scale[at])
     return Chosen(found, on_grid)
 
 
 def projections(x: Tensor, weight: Tensor, points: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """Sums [n] of weight * x * q and weight * q^2 with q the values of the points [groups, n]."""
-    q = 2 * grid.levels[points].float() + 1  # [groups, n, width]
+    q = (2 * grid.levels[points] + 1).float()  # [groups, n, width]
     q = q.transpose(1, 2).reshape(x.shape)
     return sum_columns(weight * x * q), sum_columns(weight * q * q)

@@ -2,8 +2,8 @@
 
 With three levels the best split of a sub-block can be found outright: in ascending order of the
 weights, two boundaries part the levels, and all pairs of them are tried, with each shift. IQ1_S has
-a scale and a shift for 32 weights; IQ1_M a scale for 16, a shift for 8, and its float16 scale in the
-four top bits of four words of scales.
+a scale and a shift for 32 weights; IQ1_M a scale for 16, a shift for 8, and its float16 scale in
+the four top bits of four words of scales.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ class OneBitCodec(Codec):
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
-        square = 2 * sum_columns((x * x).T.contiguous()) / BLOCK
-        if importance is None:
-            weight = x * x
-        else:
+        weight = x * x
+        if importance is not None:
+            square = 2 * sum_columns(weight.T.contiguous()) / BLOCK
             weight = error_weights(x, importance, square.view(-1, 1))
         columns, weight = (t.reshape(-1, cls.sub).T.contiguous() for t in (x, weight))
         order = columns.argsort(stable=True, dim=0)
@@ -74,7 +73,7 @@ class OneBitCodec(Codec):
         codes = nearest(0.5 * (scale.view(len(x), -1) * (1 / d) - 1)).clamp_(0, 7)
         codes = torch.where(d == 0, 0, codes)
         if cls.sub == 16:
-            levels = grid(GRID, str(x.device)).levels[points].to(torch.int64)
+            levels = grid(GRID, str(x.device)).levels[points]
             d = refit(columns, weight, values, levels, codes)
             d = torch.where(largest == 0, 0.0, d)
         rows = points.T.reshape(len(x), -1)
@@ -134,19 +133,13 @@ def fit_points(
     g = grid(GRID, str(x.device))
     shape = (len(x) // GROUP, GROUP, -1)
     grouped, grouped_weight = x.view(shape), weight.view(shape)
-    found = g.point_of[g.keys(levels.view(shape).transpose(1, 2))].to(torch.int64)
+    found = g.points(levels.view(shape))
     off = found < 0
     group, at = off.nonzero(as_tuple=True)
-    for some_group, some_at in zip(group.split(4096), at.split(4096), strict=True):
-        rows = g.neighbours[-1 - found[some_group, some_at]]  # [m, most]
-        choice = g.levels[rows.clamp(min=0)].to(torch.int64)  # [m, most, 8]
-        table = values[some_group, :, some_at]  # [m, 3]
-        q = table.gather(1, choice.flatten(1)).view(choice.shape)
-        difference = scale[some_at, None, None] * q - grouped[some_group, :, some_at].unsqueeze(1)
-        terms = grouped_weight[some_group, :, some_at].unsqueeze(1) * difference * difference
-        error = sum_columns(terms.permute(2, 0, 1)).masked_fill_(rows < 0, float("inf"))
-        best = rows.gather(1, error.argmin(1, keepdim=True))[:, 0]
-        found[some_group, some_at] = best
+    if len(group):
+        mine, cost = (t[group, :, at].T.contiguous() for t in (grouped, grouped_weight))
+        steps = values[group, :, at].T * scale[at]
+        found[group, at] = g.nearest(-1 - found[group, at], mine, cost, steps)
     q = point_values(g, found, values)
     xq, qq = sum_columns(weight * q * x), sum_columns(weight * q * q)
     refitted = off.any(0) & (xq > 0) & (qq > 0)
@@ -155,7 +148,7 @@ def fit_points(
 
 def point_values(g: Grid, points: Tensor, values: Tensor) -> Tensor:
     """What points [groups, n] stand for: float32 [groups * 8, n]."""
-    levels = g.levels[points].to(torch.int64).transpose(1, 2)  # [groups, 8, n]
+    levels = g.levels[points].transpose(1, 2)  # [groups, 8, n]
     return values.gather(1, levels).flatten(0, 1)
 
 

@@ -202,8 +202,8 @@ class IQ2_S(GridCodec):
     @classmethod
     def pack(cls, parts: Parts) -> Tensor:
         high = (parts.points >> 8).view(-1, 8, 4) << torch.arange(0, 8, 2, device=parts.d.device)
-        fields_ = (parts.points & 255, parts.signs, high.sum(-1), to_pairs(parts.scales))
-        return torch.cat([to_half_bytes(parts.d), *(f.to(torch.uint8) for f in fields_)], -1)
+        points = parts.points & 255, parts.signs, high.sum(-1), to_pairs(parts.scales)
+        return torch.cat([to_half_bytes(parts.d), *(p.to(torch.uint8) for p in points)], -1)
 
     @classmethod
     def unpack(cls, data: Tensor) -> Parts:
@@ -240,7 +240,9 @@ class IQ3_S(GridCodec):
     @classmethod
     def pack(cls, parts: Parts) -> Tensor:
         low, high = (parts.points & 255).to(torch.uint8), fields.to_bits(parts.points >= 256)
-        return torch.cat([to_half_bytes(parts.d), low, high, parts.signs, to_pairs(parts.scales)], -1)
+        return torch.cat(
+            [to_half_bytes(parts.d), low, high, parts.signs, to_pairs(parts.scales)], -1
+        )
 
     @classmethod
     def unpack(cls, data: Tensor) -> Parts:
