@@ -240,10 +240,11 @@ def disk_rates(folder: Path, nbytes: int) -> tuple[float, float, float]:
     """Seconds for each byte that is read, written (and synced) and hashed in `folder`, where
     `nbytes` may be written; reading and writing cost nothing where it is none."""
     size = min(nbytes, DISK_BYTES)
-    data = os.urandom(max(1, min(size, PIECE)))
+    data = os.urandom(PIECE)
     digest = seconds_of(lambda: hashlib.sha256(data).digest(), CPU, 1) / len(data)
     if size <= 0:
         return 0.0, 0.0, digest
+    data = data[:size]
     with tempfile.TemporaryFile(dir=folder) as file:
         start = time.perf_counter()
         for _ in range(size // len(data)):
