@@ -19,11 +19,19 @@ from torch import Tensor
 from .command import Commands
 from .damage import Damage
 from .models import change_json, change_tensors, copied
+from .moe_models import FAMILIES as MOE
+from .runtime_models import FAMILIES as DENSE
+from .runtime_models import OTHERS, save_tiny
 from .whole_checkpoints import WHOLE, base_model
 
 Q = "model.layers.0.self_attn.q_proj"
 NORM = "model.layers.0.input_layernorm.weight"
 REPORT = "quantization_report.json"
+FAMILIES = {
+    **{name: DENSE[name] for name in ("phi3", "opt", "gpt_neox", "gemma3")},
+    **{name: MOE[name] for name in ("qwen2_moe", "deepseek_v3", "gpt_oss")},
+    "lfm2": OTHERS["lfm2"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,17 @@ def test_what_a_recipe_rescales_is_compared_up_to_its_scales(
     assert median(e.relative_error for e in report.errors) < 0.05
     change_json(tmp_path / "out" / REPORT, lambda r: r["recipe"]["passes"].pop(0))
     assert "changed tensor" in {f.fault for f in verify(tmp_path / "out", base).findings}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_of_other_families_are_whole(family: str, tmp_path: Path) -> None:
+    """Renamed and fused tensors, biases, experts: nothing is missing and nothing too many."""
+    model = save_tiny(tmp_path / "model", FAMILIES[family]())
+    recipe = Recipe.from_dict({"passes": [{"method": "rtn", "scheme": "FP8_DYNAMIC"}]})
+    run(model, tmp_path / "out", recipe)
+    assert verify(model).findings == ()
+    report = verify(tmp_path / "out", model)
+    assert report.findings == () and report.quantized > 7
 
 
 def test_there_has_to_be_an_original(w4: Path, tmp_path: Path) -> None:

@@ -210,7 +210,8 @@ def examine_plain(name: str, source: TensorSource) -> Iterator[Finding]:
             yield finding("value not finite", name, "finite numbers", found)
             return
         zero = zero and not bool(values.any())
-    if zero and tensor.dim() > 1 and tensor.numel() >= SMALLEST_MATRIX:
+    matrix = tensor.dim() > 1 and "bias" not in name.rpartition(".")[2]
+    if zero and matrix and tensor.numel() >= SMALLEST_MATRIX:
         yield finding("all zero", name, "a matrix of other numbers too", "zeros alone")
 
 
