@@ -60,7 +60,6 @@ def test_refusals(model: Path, tmp_path: Path) -> None:
         ((model, "-o", out, "--type", "Q4_K_X"), "Q4_K_X"),
         ((model, "-o", out, "--tensor-type", "ffn_down"), "PATTERN=TYPE"),
         ((model, "-o", out, "--tensor-type", "ffn_dwn=Q6_K"), "ffn_dwn"),
-        ((model, "-o", out, "--type", "IQ2_XXS", "--tensor-type", "attn=Q4_0"), "importance"),
         ((model, "-o", out, "--imatrix", "absent.dat"), "absent.dat"),
         ((tmp_path / "absent", "-o", out), "absent"),
     ]:
