@@ -31,7 +31,7 @@ from .fuzzer import Fuzzer, limit_memory, quiet
 
 ENGINES = ("hypothesis", "atheris")
 ROUND = 50  # inputs between two looks at the clock
-GRACE = 120  # seconds beyond its time after which atheris is ended
+GRACE = 1800  # seconds beyond its time, start included, after which atheris is ended
 
 
 def fuzz_with_hypothesis(fuzzer: Fuzzer, seconds: float, seed: int, examples: int = ROUND) -> None:
