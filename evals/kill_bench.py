@@ -5,9 +5,9 @@
 Each scenario is a command on a tiny random Llama. One unbroken run counts its operations on files
 (kill_points.py) and gives the bytes that are expected. Then the same command is killed at randomly
 drawn operations, and must leave no output, the older output that it was to replace, or the whole
-one; nothing anywhere that its manifest or its GGUF header calls whole and is not; and work from
-which the same command ends in the expected bytes and leaves nothing beside them. Every rename is
-checked for bytes that had not been fsynced.
+one; nothing anywhere that `quantize verify` calls whole and is not; and work from which the same
+command ends in the expected bytes and leaves nothing beside them. Every rename is checked for bytes
+that had not been fsynced.
 
 Prints a report as JSON, with the faults that were found; the exit code is 1 where there is one.
 Commands run in processes forked from this one, which has torch loaded and one thread.
@@ -126,6 +126,7 @@ class Bench:
             raise RuntimeError(f"{scenario.command} failed: {ended.stderr}")
         expected = hashes(folder / scenario.place)
         assert expected != older, "the older output is the new one"
+        assert called_whole(folder / scenario.place), "a whole output is not called whole"
         return Unbroken(ended.operations, expected, older, ended.unsynced)
 
     def killed(self, scenario: Scenario, unbroken: Unbroken, kill_at: int, torn: float) -> Point:
@@ -135,7 +136,7 @@ class Bench:
             shutil.copytree(self._older(scenario), folder, dirs_exist_ok=True)
         out = folder / scenario.place
         command = [*scenario.command, "-o", str(out)]
-        faults = []
+        faults, outputs = [], [unbroken.expected, *([unbroken.older] if unbroken.older else [])]
         ended = self._run(command, FileOperations(kill_at, torn))
         if ended.code != KILLED:
             faults.append(f"was not killed: exit code {ended.code}: {ended.stderr}")
@@ -145,7 +146,7 @@ class Bench:
         if left == "nothing" and unbroken.older and not _kept(folder, unbroken.older):
             faults.append("the older output is lost before the new one is there")
         for path in called_whole(folder):
-            if hashes(path) not in (unbroken.expected, unbroken.older):
+            if not is_whole(hashes(path), outputs):
                 faults.append(f"{path.relative_to(folder)} is called whole and is not")
         again = self._run([*command, *(["--overwrite"] if left == "whole" else [])])
         if again.code:
@@ -194,24 +195,29 @@ def hashes(path: Path) -> dict[str, str]:
 
 
 def called_whole(folder: Path) -> list[Path]:
-    """Checkpoint folders and GGUF files below `folder` in which a reader finds no fault."""
+    """Checkpoint folders and GGUF files at `folder` and below that `verify` calls whole."""
     from ..kernels.errors import UserError
-    from ..quantize.checkpoint.manifest import MANIFEST, check_manifest, read_manifest
-    from ..quantize.gguf.reader import GGUFFile
+    from ..quantize import verify
 
     whole = []
-    for path in sorted(folder.rglob("*")):
-        try:
-            if path.name == MANIFEST:
-                manifest = read_manifest(path.parent)
-                if manifest is not None and not check_manifest(path.parent, manifest):
-                    whole.append(path.parent)
-            elif path.name.endswith(".gguf") and path.is_file():
-                GGUFFile(path)
-                whole.append(path)
-        except UserError:  # called damaged
-            continue
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        if path.name.endswith(".gguf") and path.is_file() or (path / "config.json").is_file():
+            try:
+                if verify(path).whole:
+                    whole.append(path)
+            except UserError:  # cannot even be opened
+                continue
     return whole
+
+
+def is_whole(found: dict[str, str], outputs: list[dict[str, str]]) -> bool:
+    """Whether the files are those of one of the outputs. What is written last, after all that a
+    reader needs, may be missing: report and manifest."""
+    return any(
+        found.items() <= output.items()
+        and not [n for n in output.keys() - found.keys() if not n.startswith("quantization_")]
+        for output in outputs
+    )
 
 
 def draw(operations: dict[str, int], points: int, seed: int) -> list[tuple[str, int, float]]:
@@ -327,7 +333,7 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     import torch
 
-    from ..quantize import conversion, runner  # noqa: F401 (loaded before the forks)
+    from ..quantize import conversion, runner, verification  # noqa: F401 (loaded before the forks)
     from ..quantize.gguf import export  # noqa: F401
     from .report import environment
 
