@@ -233,6 +233,11 @@ def test_exceptions_are_told_by_patterns_that_engines_match() -> None:
         r"+:^model\.layers\.1\.mlp\.down_proj$": {"bits": 4},
         r"-:^model\.layers\.0\.mlp\.gate$": {},
     }
+    assert "modules_in_block_to_quantize" not in config  # layers differ
+    alike = {f"{at}.mlp.down_proj": scheme_from_name("W4A16", 64) for at in layers}
+    left = [f"{at}.mlp.up_proj" for at in layers]
+    partly = gptq_config("gptq", alike, left, "0", False)
+    assert partly["modules_in_block_to_quantize"] == [["mlp.down_proj"]]
     more = {f"{at}.mlp.up_proj": scheme_from_name("W4A16", 64) for at in layers}
     config = gptq_config("gptq", {**schemes, **more}, [], "0", False)
     assert config["dynamic"] == {

@@ -2,7 +2,8 @@
 
 One width and group size for all, and exceptions under `dynamic`: a pattern after "+:" with what
 differs, or after "-:" for linears left alone; the first that matches counts. Engines that run q/k/v
-or gate/up as one linear ask for it by its fused name, so patterns cover that too.
+or gate/up as one linear ask for it by its fused name, so patterns cover that too. transformers
+(through optimum) knows no exceptions, but a list of the linears of each layer that are quantized.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ....kernels.errors import UserError
 from ...spec import Channel, Granularity, Group, LayerScheme, QuantSpec
 from ..patterns import NamePattern, name_pattern
 
+IN_A_LAYER = re.compile(r"(.*?\.\d+)\.(.+)")  # a decoder layer and the name inside it
 FUSED_NAMES = {
     ("q_proj", "k_proj", "v_proj"): "qkv_proj",
     ("gate_proj", "up_proj"): "gate_up_proj",
@@ -41,7 +43,7 @@ def gptq_config(
     for spec in others:
         differs = {k: v for k, v in _facts(spec).items() if _facts(common)[k] != v}
         dynamic |= {f"+:{p}": differs for p in _patterns(by_scheme[spec])}
-    inner = [n for n in ignore if re.search(r"\.\d+\.", n)]
+    inner = [n for n in ignore if IN_A_LAYER.match(n)]
     dynamic |= {f"-:{p}": {} for p in _patterns(inner)}
     return {
         "quant_method": "gptq",
@@ -53,6 +55,7 @@ def gptq_config(
         "lm_head": any(m.rpartition(".")[2] == "lm_head" for m in schemes),
         "true_sequential": True,
         **({"dynamic": dynamic} if dynamic else {}),
+        **_quantized_in_a_layer(list(schemes), inner),
         "meta": {"quantizer": [f"lowbit:{version}"]},
     }
 
@@ -74,6 +77,19 @@ def read_schemes(
             f"{folder}: the quantization_config of config.json is not that of a GPTQ checkpoint "
             f"({type(e).__name__}: {e}); download it again"
         ) from e
+
+
+def _quantized_in_a_layer(modules: list[str], ignored: list[str]) -> dict[str, Any]:
+    """`modules_in_block_to_quantize`, where some linears of the layers are left alone and all
+    layers are alike; else nothing."""
+    layers: dict[str, list[str]] = {}
+    for module in modules:
+        if (found := IN_A_LAYER.match(module)) is not None:
+            layers.setdefault(found[1], []).append(found[2])
+    alike = len({frozenset(leaves) for leaves in layers.values()}) == 1
+    if not ignored or not alike:
+        return {}
+    return {"modules_in_block_to_quantize": [next(iter(layers.values()))]}
 
 
 def _facts(spec: QuantSpec) -> dict[str, Any]:
