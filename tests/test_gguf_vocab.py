@@ -301,3 +301,29 @@ def test_vocabularies_that_llama_cpp_would_abort_on_are_refused() -> None:
     unknown = Vocab("gpt2", "falcon", ["a", "b", "ab"], [NORMAL] * 3, merges=["a b"])
     with pytest.raises(UserError, match="'falcon'"):
         build_tokenizer(unknown)
+
+
+def test_added_tokens_are_typed_as_the_converter_types_them(tmp_path: Path) -> None:
+    """Those that tokenizer_config.json lists replace sentencepiece's own; looks can be enough."""
+    source = shared_data() / "stories260k"
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    added = {0: ("<unk>", True), 512: ("<|user|>", False), 513: ("\u2581\u2581foo", False)}
+    listed = {str(i): {"content": t, "special": special} for i, (t, special) in added.items()}
+    settings = {"added_tokens_decoder": listed, "bos_token": "<s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    read = read_vocab(tmp_path, {"vocab_size": 516})
+    plain = read_vocab(source, {"vocab_size": 516})
+    assert read.scores is not None
+    assert plain.scores is not None
+    found = [(read.tokens[i], read.types[i], read.scores[i]) for i in (0, 512, 513, 514)]
+    assert found == [
+        ("<unk>", CONTROL, -1000.0),
+        ("<|user|>", CONTROL, -1000.0),
+        ("  foo", USER_DEFINED, -1000.0),
+        ("[PAD514]", UNUSED, -10000.0),
+    ]
+    assert (plain.types[0], plain.scores[0]) == (vocab.UNKNOWN, 0.0)
+    assert read.tokens[3:512] == plain.tokens[3:512]
+    assert read.scores[3:512] == plain.scores[3:512]
+    assert read.special == {"bos": 1, "unknown": 0}
