@@ -215,6 +215,8 @@ def test_older_column_orders_of_compressed_tensors_are_read() -> None:
     tensors = {**NATIVE.compress("m", q, LayerScheme(spec)), "m.weight_g_idx": g_idx}
     again = NATIVE.decompress("m", tensors, tensors.__getitem__, spec)
     assert torch.equal(again.dequantize(), q._replace(g_idx=g_idx).dequantize())
+    tensors["m.weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)  # not ordered
+    assert NATIVE.decompress("m", tensors, tensors.__getitem__, spec).g_idx is None
     with pytest.raises(UserError, match="no longer stores"):
         NATIVE.compress("m", again, LayerScheme(spec))
 

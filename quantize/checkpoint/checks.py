@@ -44,7 +44,8 @@ def read_float_scale(get: Get, name: str) -> Tensor:
 def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | None:
     """The group of each column, int32 [in]; None where groups are runs of columns.
 
-    UserError when it names groups that do not exist.
+    Some older files have -1 throughout, which means that too. UserError when it names groups that
+    do not exist.
     """
     g_idx, groups = read_tensor(get, name, torch.int32), spec.groups(columns)
     if tuple(g_idx.shape) != (columns,):
@@ -52,6 +53,8 @@ def read_g_idx(get: Get, name: str, columns: int, spec: QuantSpec) -> Tensor | N
             f"{name} has shape {tuple(g_idx.shape)}, but the weight has {columns} columns: the "
             "checkpoint is damaged"
         )
+    if bool((g_idx == -1).all()):
+        return None
     wrong = g_idx[(g_idx < 0) | (g_idx >= groups)]
     if len(wrong):
         raise UserError(
