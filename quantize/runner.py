@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -39,8 +38,8 @@ Say = Callable[[str], None]
 
 
 def quantize_model(
-    folder: Path,
-    out: Path,
+    folder: str | Path,
+    out: str | Path,
     recipe: Recipe,
     device: str = "auto",
     overwrite: bool = False,
@@ -55,6 +54,7 @@ def quantize_model(
     long work begins. max_shard_size: of a weight file ("5GB", "500MB", a number of bytes), a tensor
     that is larger has a file of its own. Raises UserError before any work for what cannot be done.
     """
+    folder, out = Path(folder), Path(out)
     max_shard_bytes = parse_size(max_shard_size, "the largest size of a shard")
     if can_stream(recipe) and not stacks_experts(folder):
         return stream_quantize(
@@ -143,7 +143,7 @@ def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[
     """Everything that the output's bytes depend on."""
     return {
         "model": source_identity(model.shards),
-        "config": json.loads((model.folder / "config.json").read_text(encoding="utf-8")),
+        "config": read_config(model.folder),
         "recipe": recipe.to_dict(),
         "rows": None if rows is None else hashlib.sha256(rows.numpy().tobytes()).hexdigest(),
         "dtype": _name(model.dtype),

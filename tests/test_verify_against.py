@@ -103,7 +103,7 @@ def test_what_a_recipe_rescales_is_compared_up_to_its_scales(
         "calibration": {"source": str(story), "samples": 4, "seq_len": 32},
         "execution": {"dtype": "float32"},
     })  # fmt: skip
-    run(base, tmp_path / "out", recipe)
+    run(str(base), str(tmp_path / "out"), recipe)
     report = verify(tmp_path / "out", base)
     assert [f.fault for f in report.findings] == ["transformed"]
     assert median(e.relative_error for e in report.errors) < 0.05

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...calib.safe_files import INDEX, read_json_object
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from .files import fsync_folder, write_text
@@ -156,12 +157,9 @@ def _is_ours(folder: Path) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        return read_json_object(path, INDEX)
+    except (OSError, UserError) as e:
         raise _damaged(path) from e
-    if not isinstance(value, dict):
-        raise _damaged(path)
-    return value
 
 
 def _damaged(path: Path) -> UserError:
