@@ -186,15 +186,14 @@ def model_bytes(outline: Outline) -> ModelBytes:
     """What parts of the model take in memory."""
     model = outline.model
     if model is None:
-        return ModelBytes(0, 0, 0, 0, 4)
+        return ModelBytes(0, 0, 0, 4)
     item = model.dtype.itemsize
     largest = max(_count(layer) for layer in model.layers.values())
-    stored_item = max(info.dtype.itemsize for info in outline.info.values())
     inside = sum(_count(layer) for layer in model.layers.values())
     outside = _count(model.model.base_model) - inside
     planned = outline.plan.linears.get(model.head or "")
     head = 0 if planned is None else 4 * math.prod(planned.shape)
-    return ModelBytes(largest * item, largest * stored_item, outside * item, head, item)
+    return ModelBytes(largest * item, outside * item, head, item)
 
 
 def duration(seconds: float) -> str:

@@ -19,25 +19,22 @@ from .work import Problem, Work
 FLOAT = 4  # bytes of a float32
 MOMENTS = 1.3  # square matrices of an input's width beside its second moments: factored in place
 SOLVED_BYTES = 10  # of each weight that is solved: master, transposed copy, codes
-REFINED_BYTES = (
-    16  # more of each that is refined: codes, gap and product with the Hessian in float32
-)
+REFINED_BYTES = 16  # more of each that is refined: codes, gap, its product with the Hessian
 LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
-MAPPED_BYTES = 1 << 28  # of a layer's files that are resident at once
+MAPPED_BYTES = 1 << 28  # of the model's files that are resident at once: then maps are dropped
 LIBRARY_BYTES = 150 << 20  # code and buffers of torch's kernels, resident once they have run
 HEAD_COPIES = 5  # of a head in float32 while it is quantized
 TEMPORARIES = 4  # copies of a batch's widest activations while a layer runs
-STREAMED_BYTES = 128 << 20  # chunks and file buffers of a streamed run
+STREAMED_BYTES = 80 << 20  # chunks and file buffers of a streamed run
 CUDA_HOST_BYTES = 2 << 30  # what CUDA's libraries take of the host's memory
 
 
 class ModelBytes(NamedTuple):
-    """Bytes in the dtype of forward passes. layer: of the largest decoder layer, as it is loaded;
-    stored: as it lies on disk; outside: of all parameters outside the decoder layers but the head;
-    head: of an output head that is quantized, in float32, 0 without one; itemsize: of a number."""
+    """Bytes in the dtype of forward passes. layer: of the largest decoder layer; outside: of all
+    parameters outside the decoder layers but the head; head: of an output head that is quantized,
+    in float32, 0 without one; itemsize: of a number."""
 
     layer: int
-    stored: int
     outside: int
     head: int
     itemsize: int
@@ -54,13 +51,17 @@ class MemoryEstimate(NamedTuple):
 
 def estimate_memory(work: Work, model: ModelBytes, held: int, on_device: bool) -> MemoryEstimate:
     """held: what the process holds before the run begins. on_device: the run is not on the CPU."""
-    streamed = [{"chunks and buffers": STREAMED_BYTES}]
-    moments = streamed if work.streamed else list(_moments(work, model))
+    on_host = {"mapped files": min(work.bytes_before, MAPPED_BYTES)}
+    if work.streamed:
+        moments = [{"chunks and buffers": STREAMED_BYTES}]
+    else:
+        moments = list(_moments(work, model))
+        on_host["libraries"] = LIBRARY_BYTES
     worst = max(moments, key=lambda parts: sum(parts.values()))
-    counted = sum(worst.values())
+    host, counted = held + sum(on_host.values()), sum(worst.values())
     if not on_device:
-        return MemoryEstimate(held + counted, 0, worst)
-    host = held + CUDA_HOST_BYTES + max(model.stored, model.outside)
+        return MemoryEstimate(host + counted, 0, {**on_host, **worst})
+    host += CUDA_HOST_BYTES + max(model.layer, model.outside)
     return MemoryEstimate(host, counted, worst)
 
 
@@ -68,11 +69,9 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
     """What is held while the embedding is at work, in each stop of a layer, and at the head."""
     states = work.tokens * work.hidden * model.itemsize
     followed = 1 + _follows_float_model(work.recipe)
-    libraries = {"libraries": LIBRARY_BYTES}
-    yield {**libraries, "embeddings": model.outside, "hidden states": states}
+    yield {"embeddings": model.outside, "hidden states": states}
     layer = {
-        **libraries,
-        "layer": model.layer + min(model.stored, MAPPED_BYTES),
+        "layer": model.layer,
         "hidden states": 2 * states * followed,
         "waiting batches": _waiting(work, model) * followed,
     }
@@ -85,7 +84,7 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
             "a batch at work": _batch(p, work, model),
         }
     if model.head:
-        yield {**libraries, "head": HEAD_COPIES * model.head, "hidden states": states}
+        yield {"head": HEAD_COPIES * model.head, "hidden states": states}
 
 
 def _follows_float_model(recipe: Recipe) -> bool:
