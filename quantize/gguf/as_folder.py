@@ -13,22 +13,18 @@ import os
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...calib.safe_files import read_json_object
 from ...kernels.errors import UserError
+from .type_total import TypeTotal
+
+if TYPE_CHECKING:
+    from .reader import GGUFFile
 
 MAGIC = b"GGUF"
 NOTE = ".gguf.json"  # hidden, so that it does not ride along with what is made of the folder
 VERSION = 1  # of what is made of a file; another one is another folder
-
-
-class TypeTotal(NamedTuple):
-    """What a file holds of one block type."""
-
-    tensors: int
-    weights: int
-    nbytes: int
 
 
 class Contents(NamedTuple):
@@ -78,7 +74,7 @@ def folder_of(path: Path, say: Callable[[str], None], cache: Path | None = None)
     return folder
 
 
-def contents(file: Any) -> Contents:
+def contents(file: GGUFFile) -> Contents:
     """What a GGUFFile holds."""
     types: dict[str, TypeTotal] = {}
     for stored in file.tensors.values():

@@ -29,6 +29,7 @@ from .mix import CODECS, FILE_TYPES, Choice, base_type
 from .names import Target, targets
 from .repack import can_repack, repack
 from .type_plan import TypeWish, plan_types, wish, without_importance
+from .type_total import TypeTotal
 from .writer import Planned, cut, part_paths, writing
 
 HALF_MAX = 65504.0  # largest float16, the type of values or scales
@@ -36,14 +37,6 @@ IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its 
     ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
     ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias",
 )  # fmt: skip
-
-
-class TypeTotal(NamedTuple):
-    """What a file holds of one block type."""
-
-    tensors: int
-    weights: int
-    nbytes: int
 
 
 class ExportReport(NamedTuple):
