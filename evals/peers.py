@@ -3,10 +3,10 @@
     PYTHON peers.py NAME MODEL ROWS.json OUT       PYTHON: of an environment that has that quantizer
     PYTHON peers.py --list
 
-ROWS.json: the calibration rows, lists of token ids of one length. OUT: a folder that transformers
-loads, with its tokenizer. This file stands alone: it imports neither lowbit nor, before it is asked
-to, any of the quantizers, whose requirements clash. What a quantizer needs on a machine without an
-accelerator, or with two cores, is done here and marked so.
+ROWS.json: the calibration rows, lists of token ids of one length. OUT: a folder that lowbit or
+transformers loads, with its tokenizer. This file stands alone: it imports neither lowbit nor,
+before it is asked to, any of the quantizers, whose requirements clash. What a quantizer needs on a
+machine without an accelerator, or with two cores, is done here and marked so.
 """
 
 # pyright: reportMissingImports=false
@@ -93,7 +93,7 @@ def _smoothquant(**scheme: Any) -> list[Any]:
 
 
 def gptqmodel(bits: int, desc_act: bool) -> Callable[[str, Rows, Path], None]:
-    """GPTQModel's GPTQ in symmetric groups of 64 on the CPU, its result written as plain floats."""
+    """GPTQModel's GPTQ in symmetric groups of 64 on the CPU."""
 
     def run(model: str, rows: Rows, out: Path) -> None:
         os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its pool fails where it counts one
@@ -109,7 +109,6 @@ def gptqmodel(bits: int, desc_act: bool) -> Callable[[str, Rows, Path], None]:
         batch = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
         loaded.quantize(batch, batch_size=BATCH_SIZE)
         loaded.save(out)
-        write_dense(out)
 
     return run
 
@@ -153,50 +152,6 @@ PEERS: dict[str, Callable[[str, Rows, Path], None]] = {
     "auto-round/W4A16-g64/rtn": auto_round("W4A16", 64, iters=0),
     "auto-round/W4A16-g64/signround": auto_round("W4A16", 64, iters=200),
 }
-
-
-def write_dense(folder: Path) -> None:
-    """Replace a GPTQ checkpoint by the values that it stands for, in its scales' dtype.
-
-    So it needs no package of its own to be measured. Stored per linear: qweight int32, codes of
-    `bits` along the input columns; qzeros int32, along the outputs and less one; scales [groups,
-    out]; g_idx [in], each column's group.
-    """
-    from safetensors.torch import load_file, save_file
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    bits = config.pop("quantization_config")["bits"]
-    for shard in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(shard)
-        for module in [n.removesuffix(".qweight") for n in tensors if n.endswith(".qweight")]:
-            parts = {
-                n: tensors.pop(f"{module}.{n}") for n in ("qweight", "qzeros", "scales", "g_idx")
-            }
-            tensors[f"{module}.weight"] = dense_weight(bits=bits, **parts)
-        save_file(tensors, shard, metadata={"format": "pt"})
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for left in (folder / "quantize_config.json", folder / "model.safetensors.index.json"):
-        left.unlink(missing_ok=True)
-
-
-def dense_weight(qweight: Any, qzeros: Any, scales: Any, g_idx: Any, bits: int) -> Any:
-    """The weight [out, in] of one GPTQ linear: see `write_dense`."""
-    group = g_idx.long()
-    codes = unpack(qweight.T, bits)[:, : len(group)].T  # [in, out]
-    zeros = unpack(qzeros, bits)[:, : scales.shape[1]] + 1  # [groups, out]
-    return ((codes - zeros[group]) * scales[group]).T.to(scales.dtype).contiguous()
-
-
-def unpack(words: Any, bits: int) -> Any:
-    """int32 [n, words] as the unsigned codes in it, int64 [n, words * 32 // bits]: a dense stream,
-    lowest bits first."""
-    import torch
-
-    stream = (words.long()[..., None] >> torch.arange(32)) & 1
-    stream = stream.reshape(len(words), -1)
-    whole = stream.shape[1] // bits * bits
-    return (stream[:, :whole].reshape(len(words), -1, bits) << torch.arange(bits)).sum(-1)
 
 
 def main() -> None:

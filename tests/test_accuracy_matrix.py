@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from lowbit.evals import accuracy_matrix, matrix_study, peers
 from lowbit.evals.matrix_rows import PEER_ROWS, ROWS, Bar, MatrixRow, chosen_rows
 from lowbit.evals.matrix_table import Result, best_peer, markdown_table, table, verdict
@@ -141,27 +140,6 @@ def test_every_peer_row_can_be_run_and_no_key_is_twice() -> None:
     assert {row.family for row in PEER_ROWS} <= {row.family for row in ROWS}
     with pytest.raises(UserError, match="did you mean 'W4A16-g64"):
         chosen_rows(["W4A16-g46"])
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_gptq_checkpoint_is_read_as_its_values(bits: int) -> None:
-    g = torch.Generator().manual_seed(0)
-    columns, rows, size = 64, 32, 16
-    codes = torch.randint(0, 1 << bits, (columns, rows), generator=g)
-    zeros = torch.randint(1, 1 << bits, (columns // size, rows), generator=g)
-    scales = torch.rand(columns // size, rows, generator=g)
-    g_idx = torch.arange(columns).div(size, rounding_mode="floor").flip(0)
-
-    def words(values: torch.Tensor) -> torch.Tensor:  # [n, k] to int32 [n, k * bits / 32]
-        stream = sum(
-            values[:, i].numpy().astype(object) << bits * i for i in range(values.shape[1])
-        )
-        count = values.shape[1] * bits // 32
-        cut = [[(int(v) >> 32 * i) & 0xFFFFFFFF for i in range(count)] for v in stream]
-        return torch.tensor(cut).to(torch.int32)
-
-    weight = peers.dense_weight(words(codes.T).T, words(zeros - 1), scales, g_idx, bits)
-    assert torch.equal(weight, ((codes - zeros[g_idx]) * scales[g_idx]).T)
 
 
 def test_a_command_s_own_peak_is_counted_and_its_failure_shown(tmp_path: Path) -> None:
