@@ -24,7 +24,7 @@ from .awq_order import Sums, judge, order_sums
 from .findings import Finding, finding
 from .tensors import Wanted
 
-CHUNK = 1 << 22  # values that are looked at together
+CHUNK = 1 << 20  # values that are looked at together
 POSITIVE = ("weight_global_scale", "input_scale", "input_global_scale")
 AWQ_SAMPLE = 1 << 20  # groups that are enough to tell the order
 SMALLEST_MATRIX = 64  # values; smaller ones may well be zero
