@@ -260,7 +260,10 @@ def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
             f"{folder} is not a causal language model (model_type '{config.model_type}'): "
             f"{_reason(e)}"
         ) from e
-    except (RuntimeError, TypeError, ArithmeticError, LookupError, AttributeError) as e:
+    except (
+        RuntimeError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
+        ImportError,
+    ) as e:  # fmt: skip
         raise UserError(f"no model can be built from {folder / 'config.json'}: {_reason(e)}") from e
     made_as = getattr(config, "architectures", None) or [type(model).__name__]
     if not isinstance(made_as, list) or not all(isinstance(a, str) for a in made_as):
