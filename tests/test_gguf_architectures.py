@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 import torch
 from lowbit.evals.llamacpp import LlamaCpp, available
+from lowbit.quantize.checkpoint.compress import compress
+from lowbit.quantize.checkpoint.ct_config import config_from_schemes
+from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.gguf import vocab
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.hf_vocab import read_vocab
 from lowbit.quantize.gguf.to_hf import gguf_to_hf
+from lowbit.quantize.spec import scheme_from_name
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import gguf_converter
 from .gguf_converter import RECORD, convert, data, summary
+from .gguf_models import shared_data
 from .gguf_zoo import ENDS, SPARE_ROWS, ZOO, make_member
+from .runtime_models import round_to_nearest
 
 QUICK = ("gpt2", "mixtral", "gemma3", "phi3-longrope")  # those whose tokenizers load quickly
 SLOW = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ZOO]
@@ -87,8 +94,6 @@ def test_keys_and_tensors_are_the_converter_s(
 @pytest.mark.parametrize("name", ["llama", "llama-spm", "qwen2", "gpt2"])
 def test_tokenizers_are_the_converter_s(record: dict[str, Any], name: str) -> None:
     """Tokens, types, scores, merges, special ids and chat templates of the four real tokenizers."""
-    from .gguf_models import shared_data
-
     tokenizer = ZOO[name].tokenizer
     theirs = {k: v[1] for k, v in record[name]["keys"].items() if k.startswith("tokenizer.")}
     bos, eos = ENDS[tokenizer]
@@ -184,8 +189,6 @@ def test_the_real_converter_writes_the_same(
 
 def test_models_saved_without_their_prefix(tmp_path: Path) -> None:
     """As the first GPT-2 was: h.0.attn.c_attn.weight and masks beside."""
-    from safetensors.torch import load_file, save_file
-
     source = make_member("gpt2", tmp_path / "model", small=True)
     bare = tmp_path / "bare" / "model"
     shutil.copytree(source, bare)
@@ -198,3 +201,58 @@ def test_models_saved_without_their_prefix(tmp_path: Path) -> None:
     for folder, name in ((source, "a.gguf"), (bare, "b.gguf")):
         export_gguf(folder, tmp_path / name, "F16", progress=False)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_experts_stored_in_three_dimensions(tmp_path: Path) -> None:
+    """As newer checkpoints hold them: gate and up in one tensor of all experts."""
+    source = make_member("qwen3moe", tmp_path / "model", small=True)
+    fused = tmp_path / "fused" / "model"
+    shutil.copytree(source, fused)
+    weights = load_file(source / "model.safetensors")
+    for layer in range(2):
+        path = f"model.layers.{layer}.mlp.experts"
+        linears = {
+            name: torch.stack([weights.pop(f"{path}.{e}.{name}.weight") for e in range(4)])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        }
+        weights[f"{path}.gate_up_proj"] = torch.cat([linears["gate_proj"], linears["up_proj"]], 1)
+        weights[f"{path}.down_proj"] = linears["down_proj"]
+    save_file(weights, fused / "model.safetensors", metadata={"format": "pt"})
+    for folder, name in ((source, "a.gguf"), (fused, "b.gguf")):
+        export_gguf(folder, tmp_path / name, "F16", progress=False)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def pack_linears(source: Path, out: Path) -> Path:
+    """W4A16 in groups of 32, rounded to nearest: every projection, those of experts too."""
+    shutil.copytree(source, out)
+    tensors, scheme = load_file(source / "model.safetensors"), scheme_from_name("W4A16", 32)
+    schemes = {
+        name.removesuffix(".weight"): scheme
+        for name in tensors
+        if "proj.weight" in name or ".experts." in name
+    }
+    for module in schemes:
+        rounded = round_to_nearest(tensors.pop(f"{module}.weight"), scheme)
+        tensors |= compress(module, rounded, scheme)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = config_from_schemes(schemes, ["lm_head"], "0")
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_quantized_experts_are_carried_over(tmp_path: Path, name: str) -> None:
+    """Codes of every expert, stacked, without a second rounding; import tells them apart again."""
+    source = make_member(name, tmp_path / "model", small=True)
+    packed = pack_linears(source, tmp_path / "w4")
+    report = export_gguf(packed, tmp_path / "m.gguf", "Q4_0", progress=False)
+    checkpoint = Checkpoint(packed)
+    assert {m for m in checkpoint.schemes if ".experts." in m} <= set(report.repacked)
+    back = gguf_to_hf(tmp_path / "m.gguf", tmp_path / "back", dtype=torch.float32, progress=False)
+    weights = load_file(back / "model.safetensors")
+    for module in report.repacked:
+        q = checkpoint.quantized(module)
+        expected = q._replace(scale=q.scale.half().float()).dequantize()
+        assert torch.equal(weights[f"{module}.weight"], expected), module
