@@ -220,7 +220,7 @@ def test_an_estimate_is_the_sum_of_its_parts() -> None:
     assert TimeEstimate({"a": 1.0, "b": 2.5}).seconds == 3.5
 
 
-MODEL = ModelBytes(layer=80_000_000, outside=128_000_000, head=0, itemsize=4)
+MODEL = ModelBytes(layer=80_000_000, outside=12_000_000, head=0, itemsize=4)
 
 
 def test_memory_is_that_of_the_worst_moment() -> None:
@@ -234,6 +234,16 @@ def test_memory_is_that_of_the_worst_moment() -> None:
     assert more.parts["hidden states"] == 10 * found.parts["hidden states"]
     parallel = with_recipe(WORK, execution=Execution(order="parallel"))
     assert estimate_memory(parallel, MODEL, 1000, False).host < found.host
+
+
+def test_batches_that_wait_take_the_sum_of_their_stops_on_the_heap_alone() -> None:
+    wide = PROBLEM._replace(columns=3000)
+    two = replace(WORK, problems=(PROBLEM, wide))
+    on_heap = estimate_memory(two, MODEL, 0, False).parts["waiting batches"]
+    assert on_heap == 800 * (1000 + 2000 + 3000 + 2000) * 4
+    large = replace(two, rows=160, recipe=replace(WORK.recipe, execution=Execution(batch_size=160)))
+    handed_back = estimate_memory(large, MODEL, 0, False).parts["waiting batches"]
+    assert handed_back == 16_000 * (3000 + 2000) * 4
 
 
 def test_a_device_holds_what_a_cpu_run_would() -> None:

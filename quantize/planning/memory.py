@@ -1,10 +1,12 @@
 """How much memory a run holds at its peak, counted from shapes. Nothing is measured here.
 
-A run holds one decoder layer, its statistics, what a solver makes of them, and the hidden states of
-all calibration rows. In sequence, every batch of rows also waits half-way through the layer, with
-what it has computed so far; what is freed from one stop to the next is of other sizes than what is
-taken, so the heap grows to about the sum of them (measured: 17 KB a token where the sum is 16).
-Each moment of a run is added up; the peak is the largest.
+A run holds one decoder layer, its statistics and the hidden states of all calibration rows; beside
+them what a solver makes, or one batch on its way through the layer. In sequence, every batch also
+waits half-way, with what it has computed so far. Each moment is added up; the peak is the largest.
+
+Tensors up to calib/memory.py's HEAP_BYTES come from the heap, and what a batch frees from one stop
+to the next is of other sizes than what it takes: the heap grows to about the sum of all stops
+(measured: 17 KB a token where the sum is 16). Larger ones are handed back at once.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ...calib.memory import HEAP_BYTES
 from ..recipe import Recipe
 from .rates import solved_by_gptq
 from .work import Problem, Work
@@ -76,13 +79,11 @@ def _moments(work: Work, model: ModelBytes) -> Iterable[dict[str, int]]:
         "waiting batches": _waiting(work, model) * followed,
     }
     yield layer
+    batch = {"a batch at work": _batch(work, model)}
     for p in work.problems:
-        yield {
-            **layer,
-            "statistics": _statistics(p, work),
-            "solver": _solver(p),
-            "a batch at work": _batch(p, work, model),
-        }
+        observed = {**layer, "statistics": _statistics(p, work)}
+        yield {**observed, "solver": _solver(p)}
+        yield {**observed, **batch}
     if model.head:
         yield {"head": HEAD_COPIES * model.head, "hidden states": states}
 
@@ -99,10 +100,16 @@ def _waiting(work: Work, model: ModelBytes) -> int:
         return 0
     layers = max(1, work.layers)
     plain = [p for p in work.problems if p.share == 1]
-    numbers = sum((p.columns + 2 * work.hidden) * -(-p.count // layers) for p in plain)
+    stops = [p.columns + 2 * work.hidden for p in plain for _ in range(-(-p.count // layers))]
     if len(plain) < len(work.problems):  # experts stop twice for all of them
-        numbers += 2 * 3 * work.hidden
+        stops += 2 * [3 * work.hidden]
+    on_heap = _batch_tokens(work) * work.hidden * model.itemsize <= HEAP_BYTES
+    numbers = sum(stops) if on_heap else max(stops, default=0)
     return work.tokens * numbers * model.itemsize
+
+
+def _batch_tokens(work: Work) -> int:
+    return min(work.recipe.execution.batch_size, work.rows) * work.seq_len
 
 
 def _statistics(p: Problem, work: Work) -> int:
@@ -125,8 +132,7 @@ def _solver(p: Problem) -> int:
     return int(FLOAT * squares * p.columns**2) + each * p.weights
 
 
-def _batch(p: Problem, work: Work, model: ModelBytes) -> int:
-    """The widest activations of one batch."""
-    rows = min(work.recipe.execution.batch_size, work.rows)
-    wide = max(p.columns, p.rows if p.share == 1 else p.columns)
-    return TEMPORARIES * rows * work.seq_len * wide * model.itemsize
+def _batch(work: Work, model: ModelBytes) -> int:
+    """The widest activations of one batch on its way."""
+    widest = max((p.columns for p in work.problems), default=work.hidden)
+    return TEMPORARIES * _batch_tokens(work) * widest * model.itemsize
