@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lowbit.evals.speed import peak_memory
 from lowbit.kernels.errors import UserError
-from lowbit.quantize import convert
+from lowbit.quantize import conversion, convert
 from lowbit.quantize.checkpoint.kv_config import read_kv_storage
-from lowbit.quantize.checkpoint.layouts import LAYOUTS
+from lowbit.quantize.checkpoint.layouts import LAYOUTS, NATIVE
 from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.checkpoint.manifest import check_manifest, read_manifest
 from lowbit.quantize.passes.settings import GPTQSettings, KVCacheSettings
+from lowbit.quantize.quantized import Quantized
 from lowbit.quantize.recipe import Calibration, KVCachePass, Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 from lowbit.quantize.spec import Group, scheme_from_name
@@ -304,3 +307,28 @@ def test_the_command(made: dict[str, Path], command: Commands, tmp_path: Path) -
     lossy = command("convert", folder, "--to", "fp8", "-o", tmp_path / "fp8", "--requantize")
     assert "relative weight error: mean" in lossy.stderr
     assert "14 linears: fp8 holds 8-bit floats" in lossy.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a peak is measured anew through /proc")
+def test_one_linear_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 MB of tensors, converted in a third of that."""
+    monkeypatch.setattr(conversion, "MAPPED_BYTES", 1 << 22)
+    scheme = scheme_from_name("W4A16_ASYM")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"model.embed_tokens.weight": torch.zeros(24 * 1024, 1024).bfloat16()}
+    for n in range(40):
+        codes = torch.randint(-8, 8, (1024, 2048), generator=generator).to(torch.int8)
+        scale, zero = torch.ones(1024, 16).bfloat16(), torch.zeros(1024, 16, dtype=torch.int8)
+        module, q = f"model.layers.{n}.mlp.up_proj", Quantized(codes, scale, zero, scheme.weights)
+        tensors |= NATIVE.compress(module, q, scheme)
+    (tmp_path / "ct").mkdir()
+    save_file(tensors, tmp_path / "ct" / "model.safetensors", metadata={"format": "pt"})
+    schemes = {n.removesuffix(".weight_scale"): scheme for n in tensors if n.endswith("scale")}
+    config = {"model_type": "llama", "quantization_config": NATIVE.config(schemes, [], "0")}
+    (tmp_path / "ct" / "config.json").write_text(json.dumps(config))
+    del tensors
+    convert(tmp_path / "ct", tmp_path / "warm", "awq")
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    convert(tmp_path / "ct", tmp_path / "awq", "awq")
+    assert peak_memory() - resident < 24 << 20
