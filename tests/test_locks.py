@@ -48,22 +48,29 @@ COMMANDS = {
     "a streamed run": ("run", "out", ["--method", "rtn"]),
     "a run begun anew": ("run", "out", ["--method", "rtn", "--restart"]),
     "export": ("export", "out.gguf", ["--type", "F16"]),
+    "convert": ("convert", "out", ["--to", "plain"]),
 }
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_the_owner_is_named(
-    kind: str, shallow: Path, calibration: list[str], command: Commands, tmp_path: Path
+    kind: str,
+    shallow: Path,
+    shallow_packed: Path,
+    calibration: list[str],
+    command: Commands,
+    tmp_path: Path,
 ) -> None:
     name, place, options = COMMANDS[kind]
+    source = shallow_packed if kind == "convert" else shallow
     out, partial = tmp_path / place, tmp_path / f"{place}.partial"
     options += calibration if "gptq" in options else []
     with another_process(partial / "lock") as owner:
-        command(name, shallow, "-o", out, *options).refuses(
+        command(name, source, "-o", out, *options).refuses(
             "another run is at work", str(partial), f"process {owner.pid} on ", ", since 20"
         )
         assert [p.name for p in partial.iterdir()] == ["lock"]
-    assert command(name, shallow, "-o", out, *options).code == 0
+    assert command(name, source, "-o", out, *options).code == 0
     assert [p.name for p in tmp_path.iterdir()] == [place]
 
 
