@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowbit.calib.model import load_config
+from lowbit.calib.model import build_on_meta, load_config
 from lowbit.calib.safe_files import CONFIG, INDEX, DamagedFile, JsonLimits, parse_json, read_json
 from lowbit.calib.safetensors_file import read_header
 from lowbit.calib.shards import Shards
@@ -137,6 +137,8 @@ HOSTILE: dict[str, Damage] = {
     "config linked to a device": link("config.json", "/dev/zero"),
     "a billion layers": config(num_hidden_layers=10**9),
     "a million experts a layer": config(num_local_experts=10**6),
+    "padding beyond the vocabulary": config(pad_token_id=10**6),
+    "architectures of a number": config(architectures=5),
     "heads of terabytes": config(head_dim=1 << 42),
     "a pattern that never ends": group(targets=["re:(.*a)*b"]),
     "a tokenizer of a terabyte": sparse("tokenizer.json", 1 << 40),
@@ -154,10 +156,17 @@ def test_hostile_folders_are_refused(name: str, w4: Path, tmp_path: Path) -> Non
     HOSTILE[name](folder)
     report, refused = bounded(lambda: verify(folder))
     assert refused is None and not report.whole, (report, refused)
-    for read in (Checkpoint, load_config, load_tokenizer, side_files):
+    for read in (Checkpoint, build, load_tokenizer, side_files):
         _, refusal = bounded(lambda read=read: read(folder))
         refused = refused or refusal
     assert isinstance(refused, UserError), "nobody refused it"
+
+
+def build(folder: Path) -> Any:
+    """The model on meta; its quantization is for others to judge."""
+    model_config = load_config(folder)
+    vars(model_config).pop("quantization_config", None)
+    return build_on_meta(folder, model_config, torch.float32)
 
 
 def bounded(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

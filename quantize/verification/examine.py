@@ -86,7 +86,7 @@ def _verify_folder(folder: Path, base: Path | None) -> VerifyReport:
     found += examine_side_files(folder, config, base)
     opened = _open_layout(config, source)
     found += opened.findings
-    model, told = build_model(folder, opened.source)
+    model, told = build_model(folder, config, opened.source)
     found += told
     wanted: dict[str, Wanted] = {}
     if opened.layout is not None:

@@ -46,8 +46,13 @@ class Wanted(NamedTuple):
     tensors: dict[str, Stored]
 
 
-def build_model(folder: Path, source: TensorSource) -> tuple[Model, list[Finding]]:
-    """The model of config.json and the stored tensors in its terms."""
+def build_model(
+    folder: Path, config_json: Mapping[str, Any], source: TensorSource
+) -> tuple[Model, list[Finding]]:
+    """The model of config.json and the stored tensors in its terms.
+
+    That transformers knows the kind of model and cannot build this one is an error.
+    """
     from ...calib.expert_shards import by_expert
     from ...calib.experts import split_experts
     from ...calib.model import build_on_meta, load_config
@@ -65,12 +70,24 @@ def build_model(folder: Path, source: TensorSource) -> tuple[Model, list[Finding
         split_experts(module)
         source = by_expert(module, source)
     except UserError as e:
-        told = finding("model unknown", "config.json", "a model that transformers knows", e)
+        if is_known(config_json):
+            told = finding("config", "config.json", "a model that can be built", e)
+        else:
+            told = finding("model unknown", "config.json", "a model that transformers knows", e)
         return Model(None, source, {n: n for n in source.names()}, None), [told]
     in_model = names_in_model(module, source.names())
     head = module.get_output_embeddings()
     path = next((n for n, m in module.named_modules() if m is head), None)
     return Model(module, source, in_model, path), []
+
+
+def is_known(config_json: Mapping[str, Any]) -> bool:
+    """Whether config.json names a kind of causal LM that is part of transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config_json.get("model_type")
+    known = isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return known and "auto_map" not in config_json
 
 
 def half_linears(layout: Layout, source: TensorSource) -> tuple[set[str], list[Finding]]:
