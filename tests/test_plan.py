@@ -217,7 +217,7 @@ def test_devices_that_cannot_share_are_said_with_a_group_size_that_could(shallow
     assert down.cuts[2] == "48 input columns a device cut groups of 32"
     assert not report.devices()[2]
     advice = next(a for a in report.advice if "down_proj" in a.trouble and "share" in a.trouble)
-    assert "--group-size 16" in advice.remedy
+    assert "--group-size 16 for 2 devices" in advice.remedy
     channel = plan(shallow, recipe("W8A16"), timed=False)
     assert channel.devices()[2] and channel.devices()[FOUR_DEVICES]
 

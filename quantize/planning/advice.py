@@ -126,7 +126,7 @@ def _cut_remedy(module: ModulePlan, devices: int) -> str:
     if module.role != "row" or columns % devices or not free:
         return "fewer devices"
     fits = next((size for size in GROUP_SIZES if columns % (devices * size) == 0), None)
-    smaller = "" if fits is None else f"--group-size {fits}, "
+    smaller = "" if fits is None else f"--group-size {fits} for {devices} devices, "
     return f"{smaller}--group-size -1 (one scale a row), or fewer devices"
 
 
