@@ -19,6 +19,7 @@ from lowbit.quantize.runner import quantize_model
 from lowbit.quantize.spec import Group, QuantSpec, scheme_from_name
 from lowbit.runtime import LLM
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from .command import Commands
 from .models import hashes
@@ -80,6 +81,17 @@ def test_the_runtime_computes_what_the_reference_does(name: str, written: dict[s
     with torch.no_grad():
         assert torch.allclose(llm.model(ids).logits[0], scorer(ids), atol=1e-3)
     assert len(llm.linear_report()) == 14
+
+
+def test_transformers_reads_fine_grained_fp8(written: dict[str, Path]) -> None:
+    dequantizing = FineGrainedFP8Config(dequantize=True)  # its kernels want a GPU
+    loaded = AutoModelForCausalLM.from_pretrained(
+        written["fp8"], dtype=torch.float32, quantization_config=dequantizing, device_map="cpu"
+    )
+    checkpoint = Checkpoint(written["fp8"])
+    for module in checkpoint.schemes:
+        weight = loaded.get_submodule(module).weight
+        assert torch.equal(weight, checkpoint.dense_weight(module))
 
 
 def test_files_that_readers_of_gptq_look_for(written: dict[str, Path]) -> None:
