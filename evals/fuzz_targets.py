@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from ..calib.model import load_config
 from ..calib.safetensors_file import read_header
 from ..calib.shards import INDEX, Shards
@@ -21,6 +23,7 @@ from ..quantize.checkpoint.load import Checkpoint, read_config
 from ..quantize.checkpoint.manifest import MANIFEST, read_manifest
 from ..quantize.gguf.export import export_gguf
 from ..quantize.gguf.hf_vocab import read_vocab
+from ..quantize.gguf.imatrix import Imatrix, Importance, read_imatrix, write_imatrix
 from ..quantize.gguf.reader import GGUFFile
 from ..quantize.gguf.spm_model import read_spm_model
 from ..quantize.gguf.to_hf import gguf_to_hf
@@ -31,6 +34,7 @@ from .tiny_llama import tiny_llama
 
 Mutate = Callable[[bytes, Choose], bytes]
 GGUF, PIECES = "m.gguf", "tokenizer.model"
+IMATRICES = ("imatrix.gguf", "imatrix.dat")
 
 
 class Target(NamedTuple):
@@ -80,6 +84,9 @@ def make_sources(folder: Path) -> Path:
     (folder / "gguf").mkdir()
     export_gguf(model, folder / "gguf" / GGUF, "Q4_0", pre="gpt-2", progress=False)
     (folder / "gguf" / PIECES).write_bytes(_pieces())
+    entry = Importance(torch.rand(2, 8), torch.tensor([3.0, 4.0]))
+    for name in IMATRICES:
+        write_imatrix(folder / "gguf" / name, Imatrix({"blk.0.ffn_up.weight": entry}, ["x"], 1, 8))
     return folder
 
 
@@ -156,5 +163,11 @@ TARGETS: dict[str, Target] = {
     ),
     "sentencepiece": Target(
         "gguf", PIECES, (mutate_bytes,), (lambda f: read_spm_model(f / PIECES),)
+    ),
+    "imatrix": Target(
+        "gguf", IMATRICES[0], (mutate_bytes,), (lambda f: read_imatrix(f / IMATRICES[0]),)
+    ),
+    "older imatrix": Target(
+        "gguf", IMATRICES[1], (mutate_bytes,), (lambda f: read_imatrix(f / IMATRICES[1]),)
     ),
 }  # fmt: skip

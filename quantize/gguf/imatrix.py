@@ -143,7 +143,11 @@ def _read_gguf(path: Path) -> Imatrix:
             raise DamagedFile(path, "counts", found, "one for each", matrix)
         entries[matrix] = Importance(sums, counts)
     chunks, size = (file.keys.get(f"imatrix.{key}", 0) for key in ("chunk_count", "chunk_size"))
-    return Imatrix(entries, list(file.keys.get("imatrix.datasets", [])), int(chunks), int(size))
+    datasets = file.keys.get("imatrix.datasets", [])
+    if type(chunks) is not int or type(size) is not int or not isinstance(datasets, list):
+        found = f"chunks {chunks!r} of {size!r} of {datasets!r}"
+        raise DamagedFile(path, "keys", found[:200], "numbers and a list of texts")
+    return Imatrix(entries, datasets, chunks, size)
 
 
 def _read_dat(path: Path) -> Imatrix:
