@@ -31,8 +31,13 @@ def mirror_upper_(m: Tensor) -> Tensor:
 def cholesky_(m: Tensor) -> bool:
     """Replace a symmetric m [n, n], contiguous, by its lower Cholesky factor L (m = L L^T).
 
-    False when m is not positive definite; it is destroyed then.
+    False when m is not positive definite; it is destroyed then. On a CPU it works in m itself, on
+    other devices in a copy: their solvers are not known to take one matrix for both.
     """
+    if m.device.type != "cpu":
+        lower, info = torch.linalg.cholesky_ex(m)
+        m.copy_(lower)
+        return int(info) == 0
     columns_first = m.mT  # the same matrix in LAPACK's order, so that it works where m is;
     info = torch.empty((), dtype=torch.int32, device=m.device)
     torch.linalg.cholesky_ex(columns_first, upper=True, out=(columns_first, info))  # it gets L^T
