@@ -22,7 +22,7 @@ def model_folder(model: str) -> Path:
     if model and folder.is_dir():
         return folder
     if folder.is_file():
-        raise UserError(f"{model} is a file; give the model's folder")
+        raise UserError(f"{model} is a file, and not one that is read here; give a model's folder")
     if not _can_be_hub_id(model):
         raise UserError(f"no such model folder: {model}")
     try:

@@ -16,6 +16,7 @@ from lowbit.kernels.errors import UserError
 from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.cli.common import model_path
 from lowbit.quantize.cli.eval import evaluate
+from lowbit.quantize.cli.export import export
 from lowbit.quantize.cli.generate import generate
 from lowbit.quantize.cli.inspect import inspect
 from lowbit.quantize.cli.run import run
@@ -107,6 +108,16 @@ def test_run_quantizes_the_file(files: dict[str, Path], tmp_path: Path) -> None:
     module = "model.layers.0.mlp.up_proj"
     stored = GGUFFile(files["Q4_0"]).get("blk.0.ffn_up.weight")
     torch.testing.assert_close(checkpoint.dense_weight(module), stored, rtol=0, atol=0.01)
+
+
+def test_export_makes_another_type_of_the_file(
+    model: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    invoke(export, files["F32"], "-o", tmp_path / "q.gguf", "--type", "Q4_0")
+    made, direct = GGUFFile(tmp_path / "q.gguf"), GGUFFile(files["Q4_0"])
+    assert made.keys["general.name"] == "F32"
+    assert {**made.keys, "general.name": direct.keys["general.name"]} == direct.keys
+    assert all(torch.equal(made.get(n), direct.get(n)) for n in direct.tensors)
 
 
 def test_the_folder_is_made_once_and_anew_for_another_file(

@@ -13,7 +13,9 @@ SPEED_PROMPT = 64  # tokens
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, original or quantized, or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
+    ],
     base: Annotated[
         str | None, typer.Option(help="The model it was made from: adds the divergence from it.")
     ] = None,

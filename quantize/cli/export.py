@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...kernels.errors import UserError
-from .common import print_json
+from .common import model_path, print_json
 
 if TYPE_CHECKING:
     from ..gguf.export import ExportReport
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def export(
     model: Annotated[
-        str, typer.Argument(help="A model folder, original or quantized, or a Hub id.")
+        str, typer.Argument(help="A model folder, original or quantized, a GGUF file, or a Hub id.")
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")],
     to: Annotated[str, typer.Option("--to", help="The format; gguf is the only one.")] = "gguf",
@@ -53,7 +53,6 @@ def export(
     """
     if to.lower() != "gguf":
         raise UserError(f"unknown format '{to}'; --to gguf is the only one")
-    from ...calib.source import model_folder
     from ..gguf.export import export_gguf
     from ..gguf.imatrix import read_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model
@@ -62,7 +61,7 @@ def export(
 
     wish(file_type, pure, tensor_type or ())
     part = None if split_max_size is None else parse_size(split_max_size)
-    folder = model_folder(model)
+    folder = model_path(model)
     weights = None
     if imatrix is not None:
         made = imatrix == "auto"

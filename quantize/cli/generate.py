@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Model folder, original or quantized, or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
+    ],
     prompt: Annotated[str, typer.Argument(help="The text to continue, or to answer.")],
     max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy: the likeliest token.")] = 0.0,

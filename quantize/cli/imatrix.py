@@ -9,11 +9,11 @@ import typer
 
 from ...kernels.errors import UserError
 from ..recipe import Calibration
-from .common import print_json, say
+from .common import model_path, print_json, say
 
 
 def imatrix(
-    model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
     out: Annotated[
         Path, typer.Option("-o", "--out", help="The file to write: NAME.gguf, or NAME.dat.")
     ],
@@ -35,14 +35,13 @@ def imatrix(
 
     Example: quantize imatrix ./SmolLM2-135M-Instruct -o smollm2.imatrix.gguf
     """
-    from ...calib.source import model_folder
     from ..gguf.imatrix import write_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model, partial_coverage
 
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; give another name or --overwrite")
     settings = Settings(calib, samples, seq_len, batch_size, dtype, device)
-    found = imatrix_of_model(model_folder(model), settings)
+    found = imatrix_of_model(model_path(model), settings)
     write_imatrix(out, found, overwrite)
     partial = partial_coverage(found)
     if as_json:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @takes_recipe
 def run(
-    model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The checkpoint folder to make.")],
     chosen: Recipe,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",

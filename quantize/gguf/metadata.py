@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...calib.safe_files import read_json_object
+from .as_folder import contents_behind
 from .writer import Int32, Planned
 
 SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -35,7 +36,9 @@ def general_keys(folder: Path, planned: Iterable[Planned]) -> dict[str, Any]:
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name, or the model's where the folder is a snapshot in the Hub's cache."""
+    """The folder's name, or that of the GGUF file or of the Hub's model that it stands for."""
+    if (file := contents_behind(folder)) is not None:
+        return Path(file.path).stem
     folder = folder.resolve()
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.rpartition("--")[2]
