@@ -216,10 +216,9 @@ def descent_search(x: Tensor, half: int) -> Fit:
 
 def sum_columns(terms: Tensor) -> Tensor:
     """terms [width, ...] added from the first to the last, rounded after each."""
-    if terms.device.type == "cpu" and terms[0].numel() > 1:
+    if terms.device.type == "cpu" and terms.numel() > len(terms):
         # numpy adds whole rows in their order in one call (a single column it would halve)
-        with np.errstate(all="ignore"):  # sums of huge rows overflow
-            return torch.from_numpy(np.add.reduce(terms.contiguous().numpy(), axis=0))
+        return torch.from_numpy(np.add.reduce(terms.contiguous().numpy(), axis=0))
     total = terms[0].clone()
     for term in terms[1:]:
         total += term
