@@ -150,6 +150,12 @@ def test_values_are_kept_as_they_are(model: Path, files: dict[str, Path], tmp_pa
     assert torch.equal(weights["model.layers.0.mlp.down_proj.weight"], expected)
 
 
+def test_a_cache_that_cannot_be_written_is_named(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="XDG_CACHE_HOME"):
+        as_folder.folder_of(files["F32"], str, tmp_path / "file")
+
+
 def test_what_is_no_gguf_file_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files["F32"].read_bytes()[:5000])

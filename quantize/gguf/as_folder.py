@@ -65,9 +65,14 @@ def folder_of(path: Path, say: Callable[[str], None], cache: Path | None = None)
         found = contents(file)
         say(f"{path.name} is dequantized to {folder}, which may be removed at any time")
         note = {**found._asdict(), "types": {k: list(t) for k, t in found.types.items()}}
-        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
             gguf_to_hf(path, folder, dtype=None, extra={NOTE: json.dumps(note)})
+        except OSError as e:
+            raise UserError(
+                f"cannot write {folder.parent}: {e.strerror or e}; XDG_CACHE_HOME names another "
+                "folder for it"
+            ) from e
         except UserError:
             if not folder.is_dir():  # else another process was first
                 raise
