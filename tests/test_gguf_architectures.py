@@ -20,6 +20,7 @@ from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.gguf import vocab
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.hf_vocab import read_vocab
+from lowbit.quantize.gguf.metadata import short_count
 from lowbit.quantize.gguf.to_hf import gguf_to_hf
 from lowbit.quantize.spec import scheme_from_name
 from safetensors.torch import load_file, save_file
@@ -256,3 +257,26 @@ def test_quantized_experts_are_carried_over(tmp_path: Path, name: str) -> None:
         q = checkpoint.quantized(module)
         expected = q._replace(scale=q.scale.half().float()).dequantize()
         assert torch.equal(weights[f"{module}.weight"], expected), module
+
+
+def test_sampling_and_size_are_told(tmp_path: Path) -> None:
+    """What generation_config.json recommends, in the types that the converter gives it."""
+    source = make_member("gpt2", tmp_path / "model", small=True)
+    path = source / "generation_config.json"
+    given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "do_sample": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **given}))
+    export_gguf(source, tmp_path / "m.gguf", "F16", progress=False)
+    keys = summary(tmp_path / "m.gguf")["keys"]
+    found = {k.rpartition(".")[2]: v for k, v in keys.items() if k.startswith("general.sampling.")}
+    assert found == {
+        "temp": ["FLOAT32", pytest.approx(0.6)],
+        "top_p": ["FLOAT32", pytest.approx(0.9)],
+        "min_p": ["FLOAT32", pytest.approx(0.05)],
+        "top_k": ["INT32", 20],
+    }
+    assert keys["general.size_label"] == ["STRING", "134K"]
+
+
+def test_sizes_are_shortened_as_the_converter_does() -> None:
+    counts = [134_515_008, 7_241_732_096, 1_235_814_400, 999, 12_345, 405_000_000_000]
+    assert [short_count(n) for n in counts] == ["135M", "7.2B", "1.2B", "1.0K", "12K", "405B"]
