@@ -171,11 +171,12 @@ def called_whole(folder: Path) -> list[Path]:
 
 
 def is_whole(found: dict[str, str], outputs: list[dict[str, str]]) -> bool:
-    """Whether the files are those of one of the outputs. What is written last, after all that a
-    reader needs, may be missing: report and manifest."""
+    """Whether the files are those of one of the outputs; the manifest, which is written after all
+    others, may be missing."""
+    from ..quantize.checkpoint.manifest import MANIFEST
+
     return any(
-        found.items() <= output.items()
-        and not [n for n in output.keys() - found.keys() if not n.startswith("quantization_")]
+        found.items() <= output.items() and output.keys() - found.keys() <= {MANIFEST}
         for output in outputs
     )
 

@@ -133,16 +133,19 @@ def complete_checkpoint(
     written: Mapping[str, FileRecord] | None = None,
 ) -> None:
     """Put config, report, side files and manifest beside the shards in `folder`; rename it to
-    `out`. written: records of files that were hashed while they were written."""
+    `out`. written: records of files that were hashed while they were written.
+
+    config.json comes after all else but the manifest: without it no reader takes the folder for a
+    checkpoint.
+    """
     config = {**read_config(source), **(config_changes or {})}
     config.pop("quantization_config", None)
-    files: dict[str, Any] = {"config.json": config, REPORT: report}
+    files: dict[str, Any] = {REPORT: report}
     if storage.schemes:
         quantization = storage.quantization_config(version)
         config["quantization_config"] = quantization
         files |= storage.layout.side_files(quantization)
-    if cache is not None:
-        files["config.json"] = with_kv_cache(config, cache, version)
+    files["config.json"] = config if cache is None else with_kv_cache(config, cache, version)
     known = {**(written or {}), **copy_side_files(source, folder)}
     for name, value in files.items():
         known[name] = write_text(folder / name, json.dumps(value, indent=2) + "\n")
