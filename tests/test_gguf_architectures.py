@@ -280,3 +280,18 @@ def test_sampling_and_size_are_told(tmp_path: Path) -> None:
 def test_sizes_are_shortened_as_the_converter_does() -> None:
     counts = [134_515_008, 7_241_732_096, 1_235_814_400, 999, 12_345, 405_000_000_000]
     assert [short_count(n) for n in counts] == ["135M", "7.2B", "1.2B", "1.0K", "12K", "405B"]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
+    """In float32, exactly; llama.cpp takes them whenever its own context is longer than that."""
+    source = make_member("phi3-longrope", tmp_path / "model")
+    export_gguf(source, tmp_path / "m.gguf", "F32", progress=False)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    llama_cpp = LlamaCpp(tmp_path / "m.gguf", 512, threads=1, precise=True)
+    ids = torch.randint(300, 30000, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        ours = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    theirs = llama_cpp.next_logprobs(ids, 10)
+    assert max(abs(ours[i].item() - value) for i, value in theirs.items()) < 1e-3
