@@ -41,14 +41,14 @@ EXPERTS = {"mixtral, 8 experts": 8, "mixtral, 4 experts": 4}
 LINE = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- .* type = +(\w+), size = +\S+ MiB(?:.*\((\w+)\))?")
 
 
-def mixtral(folder: Path, experts: int) -> Path:
-    """A random Mixtral of six layers with a tokenizer."""
+def mixtral(folder: Path, experts: int, layers: int = 6) -> Path:
+    """A random Mixtral with a tokenizer."""
     from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
     tiny_llama(folder, **SIZES)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = MixtralConfig(
-        **{**SIZES, "num_hidden_layers": 6},
+        **{**SIZES, "num_hidden_layers": layers},
         vocab_size=288,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -17,6 +17,7 @@ from ...calib.layer_worker import InputGroup, LayerTransform
 from ...calib.model import LayerCall, LayeredModel
 from ...calib.statistics import SquareSum
 from ...kernels.device import resolve_device
+from ...kernels.names import names_in_model
 from ..checkpoint.load import Checkpoint
 from ..fp8_source import open_model
 from ..prepare import calibration_rows, forward_dtype
@@ -123,12 +124,13 @@ def collect_imatrix(
     """
     matrices = [t for t in targets(h) if t.part == "weight" and not t.float32]
     layers = tuple(f"{layer}." for layer in model.layers)
-    inside = {m for t in matrices for m in t.modules if m.startswith(layers)}
+    names = names_in_model(model.model, [m for t in matrices for m in t.modules])
+    inside = {name for name in names.values() if name.startswith(layers)}
     collector = SquareCollector(inside)
     run_layers(model, rows, collector, batch_size=batch_size, progress=progress)
     entries = {}
     for matrix in matrices:
-        seen = [collector.seen.get(module) for module in matrix.modules]
+        seen = [collector.seen.get(names[module]) for module in matrix.modules]
         if any(s is not None for s in seen):
             entries[matrix.name] = stacked([s or empty_like(seen) for s in seen])
     return Imatrix(entries, [dataset], len(rows), rows.shape[1])
