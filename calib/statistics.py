@@ -6,7 +6,9 @@ Each is keyed by the input, not by the linear: linears that share an input share
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,15 +68,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, bfloat16_values: bool = Fal
     bfloat16_values: a and b hold nothing that bfloat16 cannot. Their products are then exact in
     float32, and a CPU's bfloat16 instructions, which sum in float32, do the same in half the time.
     """
-    settings = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
-    before = [s.fp32_precision for s in settings]
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if bfloat16_values else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    with (
+        _float32_products("bf16" if bfloat16_values else "ieee"),
+        torch.autocast(a.device.type, enabled=False),
+    ):
+        total.addmm_(a.T, b)
+
+
+@contextmanager
+def _float32_products(on_cpu: str) -> Iterator[None]:
+    """Products of float32 matrices as they are on a GPU, and on a CPU as "ieee" or "bf16" say."""
+    backends: Any = torch.backends  # whose type stubs lack them
+    settings = {backends.mkldnn.matmul: on_cpu, backends.cuda.matmul: "ieee"}
+    before = {setting: setting.fp32_precision for setting in settings}
     try:
-        with torch.autocast(a.device.type, enabled=False):
-            total.addmm_(a.T, b)
+        for setting, precision in settings.items():
+            setting.fp32_precision = precision
+        yield
     finally:
-        for setting, precision in zip(settings, before, strict=True):
+        for setting, precision in before.items():
             setting.fp32_precision = precision
 
 
