@@ -61,8 +61,9 @@ def test_a_kill_leaves_nothing_or_all_or_what_can_go_on() -> None:
 
 
 IN_ITS_PLACE = """
-import contextlib, lowbit.quantize.gguf.export as e
-e.replacing = lambda out, names, overwrite: contextlib.nullcontext(out.parent)
+import contextlib, lowbit.quantize.gguf.writer as w
+assert w.replacing
+w.replacing = lambda out, names, overwrite: contextlib.nullcontext(out.parent)
 """
 
 
