@@ -46,6 +46,11 @@ class Block:
     rows: int
     columns: int
 
+    def __post_init__(self) -> None:
+        for size in (self.rows, self.columns):
+            if type(size) is not int or size < 1:
+                raise UserError(f"a block has at least 1 row and column, got {str(size)[:40]}")
+
 
 @dataclass(frozen=True)
 class Head:
@@ -83,6 +88,8 @@ class QuantSpec:
     scale_dtype: Literal["model", "e4m3", "e8m0"] = "model"
 
     def __post_init__(self) -> None:
+        if self.type not in ("int", "float"):
+            raise UserError(f"a tensor is stored as int or float, not {str(self.type)[:40]!r}")
         if self.type == "int" and not 2 <= self.num_bits <= 8:
             raise UserError(f"int formats hold 2 to 8 bits, got num_bits={self.num_bits}")
         if self.type == "float" and self.num_bits not in (4, 8):

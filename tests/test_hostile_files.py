@@ -26,7 +26,7 @@ from lowbit.quantize.checkpoint.side_files import copy_side_files, side_files
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from .damage import Damage, an_index_of, config, group, write
+from .damage import Damage, an_index_of, config, group, weights, write
 from .models import copied
 from .whole_checkpoints import WHOLE, base_model
 
@@ -141,6 +141,8 @@ HOSTILE: dict[str, Damage] = {
     "architectures of a number": config(architectures=5),
     "heads of terabytes": config(head_dim=1 << 42),
     "a pattern that never ends": group(targets=["re:(.*a)*b"]),
+    "codes of an object": weights(type={"a": 1}),
+    "blocks of text": weights(strategy="block", block_structure=["a", {}]),
     "a tokenizer of a terabyte": sparse("tokenizer.json", 1 << 40),
     "a tokenizer linked from outside": link("tokenizer.json", "/etc/passwd"),
     "a tokenizer in a pipe": fifo("tokenizer_config.json"),
