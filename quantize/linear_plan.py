@@ -18,7 +18,7 @@ from ..calib.model import LayeredModel
 from ..kernels.errors import UserError
 from .fp8_source import READABLE
 from .layout_check import check_linears
-from .recipe import Pass, Recipe, Transform, WeightPass
+from .recipe import Calibration, Pass, Recipe, Transform, WeightPass
 from .spec import Channel, Group, LayerScheme, with_group_size
 
 GROUP_SIZES = (128, 64, 32, 16)
@@ -74,6 +74,10 @@ def plan_linears(
     """The plan for linears by name, which may be on meta: see `match_linears`."""
     linears: dict[str, PlannedLinear] = {}
     notes: list[str] = []
+    named = recipe.calibration.source
+    if not recipe.reads_text and named != Calibration().source:
+        methods = "+".join(p.method for p in recipe.passes)
+        notes.append(f"{methods} needs no data: the calibration text '{named}' is not read")
     for taken_by in recipe.weight_passes:
         names = match_linears(taken_by, inner, outer, head)
         twice = [n for n in names if n in linears]

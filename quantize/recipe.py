@@ -124,6 +124,11 @@ class Recipe:
         return next((p for p in self.passes if isinstance(p, KVCachePass)), None)
 
     @property
+    def reads_text(self) -> bool:
+        """Whether calibration text is read at all."""
+        return bool(self.needs) or self.budget is not None
+
+    @property
     def needs(self) -> frozenset[str]:
         """What the passes want observed; nothing: they need no calibration rows."""
         return frozenset().union(*(p.needs for p in self.passes))

@@ -71,8 +71,7 @@ def quantize_model(
     model.check_shards()
     asked = settled_recipe(recipe, plan)
     recipe = with_all_tokens(asked, plan, split_modules(model.model))
-    calibrated = bool(recipe.needs) or recipe.budget is not None
-    rows, text = calibration_rows(model, recipe) if calibrated else (None, None)
+    rows, text = calibration_rows(model, recipe) if recipe.reads_text else (None, None)
     outline = Outline(
         plan, recipe, model.shards.info, read_config(folder), model,
         0 if rows is None else len(rows), where,

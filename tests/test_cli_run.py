@@ -53,6 +53,15 @@ def test_run_prints_no_result_where_none_was_asked_for(
     assert f"wrote {tmp_path / 'out'}" in outcome.stderr
 
 
+def test_a_text_that_nobody_reads_is_said_to_be_unread(
+    tiny: Path, calibration: list[str], command: Commands, tmp_path: Path
+) -> None:
+    outcome = command("run", tiny, "-o", tmp_path / "out", *calibration, "--method", "rtn")
+    assert "rtn needs no data: the calibration text '" in outcome.stderr
+    quiet = command("run", tiny, "-o", tmp_path / "quiet", "--method", "rtn")
+    assert quiet.code == 0 and "needs no data" not in quiet.stderr
+
+
 def test_the_dumped_recipe_is_what_runs(
     tiny: Path, calibration: list[str], packed: Path, command: Commands, tmp_path: Path
 ) -> None:
