@@ -1,23 +1,38 @@
 """What a GGUF block type is: float32 rows to bytes and back.
 
 A row is cut into blocks of consecutive columns, each stored in the same number of bytes. Blocks are
-independent, so many are done at once: a slice of rows on each thread, small enough for the
-temporaries of a search to stay in a CPU's cache. Every encoder gives llama.cpp's own bytes, hence
-its order of float32 operations: sums go column by column (search.py).
+independent, so many are done at once: a slice of rows on each thread. Every encoder gives
+llama.cpp's own bytes, hence its order of float32 operations: sums go column by column (search.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-SLICE = 24_000  # weights encoded at once: torch spreads operations on 32,768 values over threads
+SLICE = 1 << 17  # weights encoded at once: fewer, and calls cost more than what they compute
 DECODE_SLICE = 1 << 20
+
+
+@contextmanager
+def slices_on_threads() -> Iterator[ThreadPoolExecutor]:
+    """A pool of as many threads as torch may use, each of which has torch's operations to itself:
+    spread over threads they would wait for each other. Sets torch's number of threads meanwhile.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # new threads take it over
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Codec(ABC):
@@ -59,7 +74,7 @@ class Codec(ABC):
             with np.errstate(all="ignore"):  # sums of huge rows overflow
                 out[start : start + step] = cls.encode_rows(x[start : start + step], importance)
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with slices_on_threads() as pool:
             list(pool.map(encode_slice, range(0, len(x), step)))
         return out
 

@@ -43,6 +43,7 @@ class OneBitCodec(Codec):
 
     block = BLOCK
     uses_importance = True
+    slice_weights = 1 << 15  # a search has many candidates for each weight
     sub: ClassVar[int]
     options: ClassVar[tuple[tuple[int, ...], ...]]
     mirrored: ClassVar[tuple[int, ...]]

@@ -40,6 +40,7 @@ class GridCodec(Codec):
 
     block = BLOCK
     uses_importance = True
+    slice_weights = 1 << 15  # a search has many candidates for each weight
     sub: ClassVar[int]
     trials: ClassVar[Trials]
     even_signs: ClassVar[bool] = False

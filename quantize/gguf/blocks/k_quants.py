@@ -63,7 +63,6 @@ class AffineKCodec(KCodec):
     """`high`: largest code; `scale_high`: largest rounded scale and minimum; `trials`: of the
     search without importance (its first top level, the step, their number)."""
 
-    slice_weights = 32_000
     high: ClassVar[int]
     scale_high: ClassVar[int]
     trials: ClassVar[tuple[float, float, int]]
