@@ -8,10 +8,9 @@ llama.cpp's own bytes, hence its order of float32 operations: sums go column by 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -21,16 +20,26 @@ SLICE = 1 << 17  # weights encoded at once: fewer, and calls cost more than what
 DECODE_SLICE = 1 << 20
 
 
-@contextmanager
-def slices_on_threads() -> Iterator[ThreadPoolExecutor]:
-    """A pool of as many threads as torch may use, each of which has torch's operations to itself:
-    spread over threads they would wait for each other. Sets torch's number of threads meanwhile.
+T = TypeVar("T")
+
+
+def in_threads(work: Callable[[int], T], starts: Iterable[int]) -> list[T]:
+    """What `work` makes of each slice, on as many threads as torch may use, each of which has
+    torch's operations to itself: spread over threads they would wait for each other. Sets torch's
+    number of threads meanwhile.
     """
+    inference = torch.is_inference_mode_enabled()  # which holds in one thread alone
     threads = torch.get_num_threads()
+
+    def run(start: int) -> T:
+        # sums of huge rows overflow
+        with torch.inference_mode(inference), np.errstate(all="ignore"):
+            return work(start)
+
     torch.set_num_threads(1)  # new threads take it over
     try:
         with ThreadPoolExecutor(threads) as pool:
-            yield pool
+            return list(pool.map(run, starts))
     finally:
         torch.set_num_threads(threads)
 
@@ -71,11 +80,9 @@ class Codec(ABC):
         step = max(1, cls.slice_weights // x.shape[1])
 
         def encode_slice(start: int) -> None:
-            with np.errstate(all="ignore"):  # sums of huge rows overflow
-                out[start : start + step] = cls.encode_rows(x[start : start + step], importance)
+            out[start : start + step] = cls.encode_rows(x[start : start + step], importance)
 
-        with slices_on_threads() as pool:
-            list(pool.map(encode_slice, range(0, len(x), step)))
+        in_threads(encode_slice, range(0, len(x), step))
         return out
 
     @classmethod

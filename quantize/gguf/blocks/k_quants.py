@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from . import fields
-from .base import Codec
 from .fields import from_half_bytes, to_half_bytes
+from .scaled import Fitted, ScaledCodec, Scales
 from .search import (
     EPSILON,
     AffineFit,
@@ -35,12 +35,9 @@ from .search import (
 BLOCK = 256
 
 
-class KCodec(Codec):
-    """`sub`: weights of a sub-block."""
-
+class KCodec(ScaledCodec):
     block = BLOCK
     uses_importance = True
-    sub: ClassVar[int]
 
     @classmethod
     def columns(cls, x: Tensor) -> Tensor:
@@ -51,38 +48,50 @@ class KCodec(Codec):
     def weights(cls, x: Tensor, importance: Tensor, factor: float) -> Tensor:
         """Error weights of blocks [n, 256], by `factor` times the block's mean square."""
         square = factor * sum_columns((x * x).T.contiguous()) / BLOCK
-        return cls.columns(error_weights(x, importance, square.view(-1, 1)))
+        return error_weights(x, importance, square.view(-1, 1))
 
     @classmethod
     def in_blocks(cls, columns: Tensor) -> Tensor:
-        """Levels float32 [sub, n * 256 / sub] to uint8 [n, 256]."""
-        return columns.T.reshape(-1, BLOCK).to(torch.uint8)
+        """Levels float32 [sub, n * 256 / sub] to int8 [n, 256]."""
+        return columns.T.reshape(-1, BLOCK).to(torch.int8)
 
 
 class AffineKCodec(KCodec):
-    """`high`: largest code; `scale_high`: largest rounded scale and minimum; `trials`: of the
-    search without importance (its first top level, the step, their number)."""
+    """`scale_high`: largest rounded scale and minimum; `trials`: of the search without importance
+    (its first top level, the step, their number)."""
 
-    high: ClassVar[int]
+    low = 0
     scale_high: ClassVar[int]
     trials: ClassVar[tuple[float, float, int]]
     mean_square_factor: ClassVar[float] = 2.0
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
+        if importance is not None:
+            return cls.packed(cls.fit(x, cls.weights(x, importance, cls.mean_square_factor)))
         columns = cls.columns(x)
-        if importance is None:
-            weight = cls.own_weights(columns)
-            fit = affine_search(columns, weight, cls.high, *cls.trials, absolute=cls.sub == 16)
-            (d, scales), (dmin, mins) = (cls.round_scales(s) for s in (fit.scale, fit.minimum))
-        else:
-            weight = cls.weights(x, importance, cls.mean_square_factor)
-            fit = affine_search(columns, weight, cls.high, -0.9, 0.05, 36, absolute=False)
-            (d, scales), (dmin, mins) = cls.search_scales(fit, sum_columns(weight))
-        step, offset = (d.float() * scales).reshape(-1), (dmin.float() * mins).reshape(-1)
-        levels = nearest((columns + offset) / step).clamp_(0, cls.high)
-        levels = torch.where(step == 0, fit.levels, levels)
-        return cls.pack(d, dmin, scales, mins, cls.in_blocks(levels))
+        weight = cls.own_weights(columns)
+        fit = affine_search(columns, weight, cls.high, *cls.trials, absolute=cls.sub == 16)
+        rounded = [cls.round_scales(s) for s in (fit.scale, fit.minimum)]
+        return cls.packed(cls.requantized(columns, fit, rounded))
+
+    @classmethod
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        columns, weight = cls.columns(x), cls.columns(weight)
+        fit = affine_search(columns, weight, cls.high, -0.9, 0.05, 36, absolute=False)
+        return cls.requantized(columns, fit, cls.search_scales(fit, sum_columns(weight)))
+
+    @classmethod
+    def requantized(
+        cls, columns: Tensor, fit: AffineFit, rounded: list[tuple[Tensor, Tensor]]
+    ) -> Fitted:
+        """The codes under rounded scales and minimums; those of `fit` where a scale became 0."""
+        (d, scales), (dmin, mins) = rounded
+        step, offset = d.float() * scales, dmin.float() * mins
+        levels = nearest((columns + offset.reshape(-1)) / step.reshape(-1)).clamp_(0, cls.high)
+        levels = torch.where(step.reshape(-1) == 0, fit.levels, levels)
+        fields = d, dmin, scales, mins
+        return Fitted(Scales(step, -offset, fields), cls.in_blocks(levels))
 
     @classmethod
     def own_weights(cls, x: Tensor) -> Tensor:
@@ -116,7 +125,8 @@ class AffineKCodec(KCodec):
     @classmethod
     @abstractmethod
     def pack(cls, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor, q: Tensor) -> Tensor:
-        """d, dmin float16 [n, 1]; uint8 scales, mins [n, 256 / sub], q [n, 256] to [n, nbytes]."""
+        """d, dmin float16 [n, 1]; uint8 scales, mins [n, 256 / sub]; codes int8 [n, 256] to [n,
+        nbytes]."""
 
     @classmethod
     def values(cls, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor, q: Tensor) -> Tensor:
@@ -135,8 +145,8 @@ class Q2_K(AffineKCodec):
 
     @classmethod
     def pack(cls, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor, q: Tensor) -> Tensor:
-        pairs = scales | mins << 4
-        return torch.cat([pairs, fields.to_rows(q, 2), to_half_bytes(d), to_half_bytes(dmin)], -1)
+        pairs, codes = scales | mins << 4, fields.to_rows(q.view(torch.uint8), 2)
+        return torch.cat([pairs, codes, to_half_bytes(d), to_half_bytes(dmin)], -1)
 
     @classmethod
     def decode_blocks(cls, data: Tensor) -> Tensor:
@@ -152,8 +162,8 @@ class Q4_K(AffineKCodec):
 
     @classmethod
     def pack(cls, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor, q: Tensor) -> Tensor:
-        pairs = fields.to_six_bit_pairs(scales, mins)
-        return torch.cat([to_half_bytes(d), to_half_bytes(dmin), pairs, fields.to_rows(q, 4)], -1)
+        pairs, codes = fields.to_six_bit_pairs(scales, mins), fields.to_rows(q.view(torch.uint8), 4)
+        return torch.cat([to_half_bytes(d), to_half_bytes(dmin), pairs, codes], -1)
 
     @classmethod
     def decode_blocks(cls, data: Tensor) -> Tensor:
@@ -169,7 +179,7 @@ class Q5_K(AffineKCodec):
 
     @classmethod
     def pack(cls, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor, q: Tensor) -> Tensor:
-        pairs = fields.to_six_bit_pairs(scales, mins)
+        pairs, q = fields.to_six_bit_pairs(scales, mins), q.view(torch.uint8)
         codes = fields.to_rows(q >> 4, 1), fields.to_rows(q & 0x0F, 4)
         return torch.cat([to_half_bytes(d), to_half_bytes(dmin), pairs, *codes], -1)
 
@@ -181,19 +191,19 @@ class Q5_K(AffineKCodec):
 
 
 class SymmetricKCodec(KCodec):
-    """16 sub-blocks of 16 with levels -half .. half - 1. `scale_half`: that of the scales."""
+    """16 sub-blocks of 16 with levels low .. -low - 1, scales of -scale_half .. scale_half - 1."""
 
     sub = 16
-    half: ClassVar[int]
     scale_half: ClassVar[int]
 
     @classmethod
-    def requantized(cls, columns: Tensor, fit: Fit, d: Tensor, scales: Tensor) -> Tensor:
-        """Codes uint8 [n, 256]: levels + half under d float16 [n, 1] and scales [n, 16]; those of
-        `fit` where the scale became 0."""
-        step = (d.float() * scales).reshape(-1)
-        levels = nearest(columns / step).clamp_(-cls.half, cls.half - 1)
-        return cls.in_blocks(torch.where(step == 0, fit.levels, levels) + cls.half)
+    def requantized(cls, columns: Tensor, fit: Fit, d: Tensor, scales: Tensor) -> Fitted:
+        """The codes under d float16 [n, 1] and scales float32 [n, 16]; those of `fit` where the
+        scale became 0."""
+        step = d.float() * scales
+        levels = nearest(columns / step.reshape(-1)).clamp_(cls.low, cls.high)
+        levels = torch.where(step.reshape(-1) == 0, fit.levels, levels)
+        return Fitted(Scales(step, None, (d, scales.to(torch.int8))), cls.in_blocks(levels))
 
     @classmethod
     def round_scales(cls, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,24 +224,33 @@ class SymmetricKCodec(KCodec):
 class Q3_K(SymmetricKCodec):
     """32 bytes of third bits; 64 of the others; 12 of 6-bit scales, minus 32; d."""
 
-    name, nbytes, half, scale_half = "Q3_K", 110, 4, 32
+    name, nbytes, low, high, scale_half = "Q3_K", 110, -4, 3, 32
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
+        if importance is not None:
+            return cls.packed(cls.fit(x, cls.weights(x, importance, 2.0)))
         columns = cls.columns(x)
-        if importance is None:
-            fit = descent_search(columns, cls.half)
-            d, scales = cls.round_scales(fit.scale)
-            scales = signed_byte(scales).clamp_(-32, 31)
-            scales = torch.where(extreme(fit.scale.view(-1, 16), -1) == 0, -32, scales)
-        else:
-            weight = cls.weights(x, importance, 2.0)
-            fit = symmetric_search(columns, weight, cls.half)
-            total = sum_columns(weight).view(-1, 16).T.contiguous()
-            rounded = symmetric_search(fit.scale.view(-1, 16).T.contiguous(), total, 32)
-            d, scales = rounded.scale.view(-1, 1).to(torch.float16), rounded.levels.T
-        q = cls.requantized(columns, fit, d, scales)
-        packed = fields.to_six_bits((scales + 32).to(torch.uint8))
+        fit = descent_search(columns, -cls.low)
+        d, scales = cls.round_scales(fit.scale)
+        scales = signed_byte(scales).clamp_(-32, 31)
+        scales = torch.where(extreme(fit.scale.view(-1, 16), -1) == 0, -32, scales)
+        return cls.packed(cls.requantized(columns, fit, d, scales))
+
+    @classmethod
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        columns, weight = cls.columns(x), cls.columns(weight)
+        fit = symmetric_search(columns, weight, -cls.low)
+        total = sum_columns(weight).view(-1, 16).T.contiguous()
+        rounded = symmetric_search(fit.scale.view(-1, 16).T.contiguous(), total, 32)
+        d = rounded.scale.view(-1, 1).to(torch.float16)
+        return cls.requantized(columns, fit, d, rounded.levels.T)
+
+    @classmethod
+    def pack(cls, d: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+        """d float16 [n, 1]; int8 scales [n, 16], levels [n, 256] to [n, nbytes]."""
+        q = (levels - cls.low).view(torch.uint8)
+        packed = fields.to_six_bits((scales + 32).view(torch.uint8))
         codes = fields.to_rows(q >> 2, 1), fields.to_rows(q & 3, 2)
         return torch.cat([*codes, packed, to_half_bytes(d)], -1)
 
@@ -240,35 +259,45 @@ class Q3_K(SymmetricKCodec):
         high, low, packed, d = data.split([32, 64, 12, 2], -1)
         q = fields.from_rows(low, 2) | fields.from_rows(high, 1) << 2
         scales = fields.from_six_bits(packed).view(torch.int8) - 32
-        return cls.values(d, scales, q.view(torch.int8) - cls.half)
+        return cls.values(d, scales, q.view(torch.int8) + cls.low)
 
 
 class Q6_K(SymmetricKCodec):
     """128 bytes of the low four bits; 64 of the high two; 16 int8 scales; d."""
 
-    name, nbytes, half, scale_half = "Q6_K", 210, 32, 128
+    name, nbytes, low, high, scale_half = "Q6_K", 210, -32, 31, 128
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
+        return cls.packed(cls.fit(x, x * x if importance is None else importance))
+
+    @classmethod
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
         columns = cls.columns(x)
-        weight = columns * columns if importance is None else cls.columns(importance)
-        fit = symmetric_search(columns, weight, cls.half)
+        fit = symmetric_search(columns, cls.columns(weight), -cls.low)
         d, scales = cls.round_scales(fit.scale)
-        scales = signed_byte(scales.clamp_(max=127))
-        q = cls.requantized(columns, fit, d, scales)
+        (step, shift, (d, scales)), levels = cls.requantized(
+            columns, fit, d, signed_byte(scales.clamp_(max=127))
+        )
+        dead = extreme(fit.scale.view(-1, 16), -1).abs() < EPSILON  # all bytes are 0 there
+        step, d, scales = (t.masked_fill(dead, 0) for t in (step, d, scales))
+        return Fitted(Scales(step, shift, (d, scales)), levels.masked_fill(dead, cls.low))
+
+    @classmethod
+    def pack(cls, d: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+        """d float16 [n, 1]; int8 scales [n, 16], levels [n, 256] to [n, nbytes]."""
+        q = (levels - cls.low).view(torch.uint8)
         rows = q.view(-1, 2, 2, 64)
         low = (rows[:, :, 0] & 0x0F | rows[:, :, 1] << 4).flatten(1)
-        parts = low, fields.to_rows(q >> 4, 2), scales.to(torch.int8).view(torch.uint8)
-        packed = torch.cat([*parts, to_half_bytes(d)], -1)
-        dead = extreme(fit.scale.view(-1, 16), -1).abs() < EPSILON
-        return packed.masked_fill_(dead, 0)
+        parts = low, fields.to_rows(q >> 4, 2), scales.contiguous().view(torch.uint8)
+        return torch.cat([*parts, to_half_bytes(d)], -1)
 
     @classmethod
     def decode_blocks(cls, data: Tensor) -> Tensor:
         low, high, scales, d = data.split([128, 64, 16, 2], -1)
         halves = low.reshape(-1, 2, 1, 64)
         q = torch.cat([halves & 0x0F, halves >> 4], 2).flatten(1) | fields.from_rows(high, 2) << 4
-        return cls.values(d, scales.contiguous().view(torch.int8), q.view(torch.int8) - cls.half)
+        return cls.values(d, scales.contiguous().view(torch.int8), q.view(torch.int8) + cls.low)
 
 
 def signed_byte(x: Tensor) -> Tensor:

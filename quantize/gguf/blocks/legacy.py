@@ -10,25 +10,30 @@ matrix says what errors cost.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from . import fields
-from .base import Codec
 from .fields import from_half_bytes, to_half_bytes
+from .scaled import Fitted, ScaledCodec, Scales
 from .search import affine_search, error_weights, extreme, sum_columns, symmetric_search
 
 BLOCK = 32
 
 
-class SymmetricCodec(Codec):
+class LegacyCodec(ScaledCodec):
+    block = sub = BLOCK
+
+
+class SymmetricCodec(LegacyCodec):
     """value = d * level with integer levels in [low, high]."""
 
-    block = BLOCK
-    low: ClassVar[int]
-    high: ClassVar[int]
+    @classmethod
+    def fitted(cls, d: Tensor, levels: Tensor) -> Fitted:
+        """With d float32 [n, 1], which is rounded, and levels float32 [n, 32]."""
+        half = d.to(torch.float16)
+        return Fitted(Scales(half.float(), None, (half,)), levels.to(torch.int8))
 
     @classmethod
     @abstractmethod
@@ -43,8 +48,13 @@ class Q8_0(SymmetricCodec):
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
+        return cls.packed(cls.fit(x, x))
+
+    @classmethod
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        """The range decides, whatever `weight` is."""
         d = x.abs().amax(-1, keepdim=True) / 127
-        return cls.pack(d, finite(round_half_away(x * reciprocal(d))).to(torch.int8))
+        return cls.fitted(d, finite(round_half_away(x * reciprocal(d))))
 
     @classmethod
     def pack(cls, d: Tensor, levels: Tensor) -> Tensor:
@@ -56,11 +66,10 @@ class Q8_0(SymmetricCodec):
         return from_half_bytes(data[:, :2]) * levels
 
 
-class SearchedCodec(Codec):
+class SearchedCodec(LegacyCodec):
     """A type that searches its scales where errors are weighted. The mean square that enters the
     weights is a row's, whatever its number of blocks."""
 
-    block = BLOCK
     uses_importance = True
 
     @classmethod
@@ -70,13 +79,8 @@ class SearchedCodec(Codec):
         count = torch.tensor(float(x.shape[1]), device=x.device)
         square = sum_columns((x * x).T.contiguous()) / count
         weight = error_weights(x, importance, square.view(-1, 1))
-        columns, weight = (t.reshape(-1, BLOCK).T.contiguous() for t in (x, weight))
-        return cls.search(columns, weight).view(len(x), -1)
-
-    @classmethod
-    @abstractmethod
-    def search(cls, x: Tensor, weight: Tensor) -> Tensor:
-        """Blocks in columns, float32 [32, n], to uint8 [n, nbytes]."""
+        fitted = cls.fit(x.reshape(-1, BLOCK), weight.reshape(-1, BLOCK))
+        return cls.packed(fitted).view(len(x), -1)
 
 
 class SmallSymmetricCodec(SearchedCodec, SymmetricCodec):
@@ -90,9 +94,9 @@ class SmallSymmetricCodec(SearchedCodec, SymmetricCodec):
         return cls.pack(d, shifted.add_(cls.low))
 
     @classmethod
-    def search(cls, x: Tensor, weight: Tensor) -> Tensor:
-        fit = symmetric_search(x, weight, -cls.low)
-        return cls.pack(fit.scale.view(-1, 1), fit.levels.T.to(torch.int8))
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        fit = symmetric_search(x.T.contiguous(), weight.T.contiguous(), -cls.low)
+        return cls.fitted(fit.scale.view(-1, 1), fit.levels.T)
 
     @classmethod
     def pack(cls, d: Tensor, levels: Tensor) -> Tensor:
@@ -116,7 +120,7 @@ class Q5_0(SmallSymmetricCodec):
 class AffineCodec(SearchedCodec):
     """value = d * q + m with codes q in [0, high]: d, m f16; fifth bits; 16 bytes of nibbles."""
 
-    high: ClassVar[int]
+    low = 0
 
     @classmethod
     def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
@@ -125,10 +129,11 @@ class AffineCodec(SearchedCodec):
         return cls.pack(d, m, to_codes((x - m) * reciprocal(d) + 0.5, cls.high))
 
     @classmethod
-    def search(cls, x: Tensor, weight: Tensor) -> Tensor:
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        x, weight = x.T.contiguous(), weight.T.contiguous()
         fit = affine_search(x, weight, cls.high, -0.9, 0.05, 36, absolute=False)
-        d, m = fit.scale.view(-1, 1), -fit.minimum.view(-1, 1)
-        return cls.pack(d, m, fit.levels.T.to(torch.int8))
+        d, m = (s.view(-1, 1).to(torch.float16) for s in (fit.scale, -fit.minimum))
+        return Fitted(Scales(d.float(), m.float(), (d, m)), fit.levels.T.to(torch.int8))
 
     @classmethod
     def pack(cls, d: Tensor, m: Tensor, q: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import fields
-from .base import Codec
 from .fields import from_half_bytes, to_half_bytes
 from .legacy import reciprocal
+from .scaled import Fitted, ScaledCodec, Scales
 from .search import (
     EPSILON,
     best_projection,
@@ -32,17 +32,27 @@ REACH = 256  # of the table, in halves, on either side of 0
 TRIES = 7  # on either side of the value that the largest weight takes first
 
 
-class NonlinearCodec(Codec):
+class NonlinearCodec(ScaledCodec):
+    """A code, uint8, is the place of its level in VALUES."""
+
+    sub, low, high, code_dtype = 32, VALUES[0], VALUES[-1], torch.uint8
     uses_importance = True
 
     @classmethod
-    def scales(cls, x: Tensor, importance: Tensor | None) -> Tensor:
-        """The scale of each 32 weights of blocks [n, block]: float32 [n, block / 32]."""
+    def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
         if importance is None:
-            weight = x * x
-        else:
-            square = sum_columns((x * x).T.contiguous()) * (2 / cls.block)
-            weight = error_weights(x, importance, square.view(-1, 1))
+            return cls.packed(cls.fit(x, x * x))
+        square = sum_columns((x * x).T.contiguous()) * (2 / cls.block)
+        return cls.packed(cls.fit(x, error_weights(x, importance, square.view(-1, 1))))
+
+    @classmethod
+    def nearest(cls, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        codes = nearest_codes(scaled)
+        return codes, tables(str(scaled.device)).values[codes.int()]
+
+    @classmethod
+    def search(cls, x: Tensor, weight: Tensor) -> Tensor:
+        """The scale of each 32 weights of blocks [n, block]: float32 [n, block / 32]."""
         columns, weight = (t.reshape(-1, 32).T.contiguous() for t in (x, weight))
         return search_scale(columns, weight).view(len(x), -1)
 
@@ -53,9 +63,14 @@ class IQ4_NL(NonlinearCodec):
     name, block, nbytes = "IQ4_NL", 32, 18
 
     @classmethod
-    def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
-        d = cls.scales(x, importance)
-        codes = nearest_codes(x * reciprocal(d))
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        d = cls.search(x, weight)
+        half = d.to(torch.float16)
+        return Fitted(Scales(half.float(), None, (half,)), nearest_codes(x * reciprocal(d)))
+
+    @classmethod
+    def pack(cls, d: Tensor, codes: Tensor) -> Tensor:
+        """d float16 [n, 1]; codes uint8 [n, 32] to [n, nbytes]."""
         return torch.cat([to_half_bytes(d), fields.to_nibbles(codes)], -1)
 
     @classmethod
@@ -70,17 +85,23 @@ class IQ4_XS(NonlinearCodec):
     name, block, nbytes = "IQ4_XS", 256, 136
 
     @classmethod
-    def encode_blocks(cls, x: Tensor, importance: Tensor | None) -> Tensor:
-        own = cls.scales(x, importance)
+    def fit(cls, x: Tensor, weight: Tensor) -> Fitted:
+        own = cls.search(x, weight)
         d = -extreme(own, -1) / 32
         scales = nearest(reciprocal(d) * own).clamp_(-32, 31)
         inverse = reciprocal(d * scales)
-        codes = nearest_codes((x.view(-1, 8, 32) * inverse.unsqueeze(-1)).view(-1, 32))
-        packed = (scales + 32).to(torch.uint8)
+        codes = nearest_codes(x.view(-1, 8, 32) * inverse.unsqueeze(-1)).view(len(x), -1)
+        half = d.to(torch.float16)
+        return Fitted(Scales(half.float() * scales, None, (half, scales.to(torch.int8))), codes)
+
+    @classmethod
+    def pack(cls, d: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+        """d float16 [n, 1]; scales int8 [n, 8]; codes uint8 [n, 256] to [n, nbytes]."""
+        packed = (scales + 32).view(torch.uint8)
         low = packed[:, 0::2] & 0x0F | packed[:, 1::2] << 4
         high = (packed >> 4).view(-1, 2, 4) << fields.shifts(4, 2, packed)
-        parts = high.sum(-1, dtype=torch.uint8), low, fields.to_nibbles(codes).view(-1, 128)
-        return torch.cat([to_half_bytes(d), *parts], -1)
+        nibbles = fields.to_nibbles(codes.reshape(-1, 32)).view(-1, 128)
+        return torch.cat([to_half_bytes(d), high.sum(-1, dtype=torch.uint8), low, nibbles], -1)
 
     @classmethod
     def decode_blocks(cls, data: Tensor) -> Tensor:
