@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...kernels.errors import UserError
-from .common import model_path, print_json
+from ..recipe import Calibration
+from .common import model_path, print_json, say
 
 if TYPE_CHECKING:
     from ..gguf.export import ExportReport
+
+METHODS = ("round", "gptq")
 
 
 def export(
@@ -32,6 +36,16 @@ def export(
         list[str] | None,
         typer.Option(help="PATTERN=TYPE for tensors by name, such as ffn_down=Q6_K (repeat)."),
     ] = None,
+    method: Annotated[
+        str,
+        typer.Option(help="round, or gptq: rounding errors made up for on calibration text."),
+    ] = "round",
+    calib: Annotated[
+        str,
+        typer.Option(help="For gptq and --imatrix auto: wikitext, pydoc, auto, FILE or a Hub id."),
+    ] = Calibration.source,
+    samples: Annotated[int, typer.Option(help="Calibration rows.")] = Calibration.samples,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = Calibration.seq_len,
     pure: Annotated[bool, typer.Option(help="One type for all matrices, no mix.")] = False,
     pre: Annotated[
         str | None,
@@ -49,24 +63,34 @@ def export(
     Quantized layers whose codes fit the type are carried over without a second rounding: a W4A16
     checkpoint in groups of 32, 64 or 128 becomes Q4_0, an asymmetric one Q4_1, W8A16 Q8_0.
 
+    --method gptq chooses the codes of an original model's linears on calibration text: the same
+    types and size, outputs nearer to the model's.
+
     Example: quantize export ./smollm2-w4 -o smollm2-q4_0.gguf --type Q4_0
     """
     if to.lower() != "gguf":
         raise UserError(f"unknown format '{to}'; --to gguf is the only one")
+    if method not in METHODS:
+        raise UserError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
     from ..gguf.export import export_gguf
+    from ..gguf.gptq_run import export_gptq
     from ..gguf.imatrix import read_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model
     from ..gguf.type_plan import wish
     from ..gguf.writer import parse_size
 
     wish(file_type, pure, tensor_type or ())
+    if method == "round" and imatrix != "auto" and calib != Calibration.source:
+        say(f"--method round needs no data: the calibration text '{calib}' is not read")
     part = None if split_max_size is None else parse_size(split_max_size)
     folder = model_path(model)
+    settings = Settings(calib, samples, seq_len)
     weights = None
     if imatrix is not None:
         made = imatrix == "auto"
-        weights = imatrix_of_model(folder, Settings()) if made else read_imatrix(imatrix)
-    report = export_gguf(
+        weights = imatrix_of_model(folder, settings) if made else read_imatrix(imatrix)
+    write = export_gguf if method == "round" else partial(export_gptq, settings=settings)
+    report = write(
         folder, out, file_type, pure=pure, tensor_types=tensor_type or (), imatrix=weights, pre=pre,
         overwrite=overwrite, split_max_size=part,
     )  # fmt: skip
@@ -111,6 +135,9 @@ def _table(report: ExportReport) -> None:
             f"rounded a second time, since {report.file_type} cannot hold their codes: "
             f"{len(report.rounded_again)} layers"
         )
+    if report.solved:
+        mean = sum(report.solved.values()) / len(report.solved)
+        console.print(f"GPTQ: {len(report.solved)} matrices, mean relative error {mean:.3g}")
     if report.fallbacks:
         name, why = next(iter(report.fallbacks.items()))
         console.print(f"not {report.file_type}: {len(report.fallbacks)} tensors ({name}: {why})")

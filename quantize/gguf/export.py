@@ -7,7 +7,7 @@ quantized layer whose codes fit the block type is repacked without rounding agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,22 +17,21 @@ from tqdm import tqdm
 
 from ...kernels.errors import UserError
 from ..checkpoint.load import Checkpoint
-from ..quantized import Quantized
 from . import hparams, vocab
 from .architectures import architecture_of_class
-from .blocks.plain import BF16, F32
+from .blocks.plain import F32
+from .encoding import Entry, encode
 from .hf_vocab import read_vocab
 from .hparams import Hyperparameters
 from .imatrix import Imatrix, imatrix_keys
 from .metadata import general_keys
 from .mix import CODECS, FILE_TYPES, Choice, base_type
-from .names import Target, targets
-from .repack import can_repack, repack
+from .names import targets
+from .repack import can_repack
 from .type_plan import TypeWish, plan_types, wish, without_importance
 from .type_total import TypeTotal
 from .writer import Planned, cut, part_paths, writing
 
-HALF_MAX = 65504.0  # largest float16, the type of values or scales
 IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
     ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
     ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias",
@@ -45,7 +44,7 @@ class ExportReport(NamedTuple):
     `totals`: block type -> TypeTotal. `repacked`: quantized layers carried over without a second
     rounding; `rounded_again`: those that were not. `fallbacks`: GGUF name -> why its type is not
     the file's. `bits_per_weight` counts scales, not the file's header. `warnings`: what is odd
-    about the checkpoint and was understood all the same.
+    about the checkpoint and was understood all the same. `solved`: as of Encoded.
     """
 
     path: Path
@@ -60,20 +59,19 @@ class ExportReport(NamedTuple):
     rounded_again: list[str]
     fallbacks: dict[str, str]
     warnings: list[str]
+    solved: dict[str, float]
 
 
-class Entry(NamedTuple):
-    """A tensor of the file, and what it comes from: its modules as the checkpoint names them.
+class Encoded(NamedTuple):
+    """What an Encoder says of its work. `solved`: GGUF name -> relative output error on calibration
+    data of the matrices that were not simply rounded; `warnings`: sentences."""
 
-    `importance`: of the input columns of each module, float32 [modules, columns]; `unfit`: the type
-    whose blocks do not divide the columns.
-    """
+    solved: dict[str, float]
+    warnings: list[str]
 
-    planned: Planned
-    target: Target
-    modules: tuple[str, ...]
-    importance: Tensor | None = None
-    unfit: str | None = None
+
+Write = Callable[[Entry, Tensor, bool | None], None]
+Encoder = Callable[[Sequence[Entry], Write], Encoded]
 
 
 def export_gguf(
@@ -88,15 +86,17 @@ def export_gguf(
     overwrite: bool = False,
     split_max_size: int | None = None,
     progress: bool = True,
+    encoder: Encoder | None = None,
 ) -> ExportReport:
     """Write `out` from the model folder `model` in `file_type` (a key of mix.FILE_TYPES).
 
     `pure`, `tensor_types` ("PATTERN=TYPE") and `imatrix` decide the tensors' block types and how
     errors are weighed (type_plan.py). `pre` overrules llama.cpp's name for the pre-tokenizer. With
     `split_max_size` the file is cut into parts that hold at most so many bytes of tensors
-    (writer.py). Raises UserError when the architecture, a tensor or the tokenizer has no
-    counterpart in llama.cpp, when weights are not finite, and when `out` exists without
-    `overwrite`.
+    (writer.py). `encoder` makes the blocks of all tensors and hands them over in their order; left
+    out, each is rounded by itself. Raises UserError when the architecture, a tensor or the
+    tokenizer has no counterpart in llama.cpp, when weights are not finite, and when `out` exists
+    without `overwrite`.
     """
     wanted = wish(file_type, pure, tensor_types, imatrix)
     file_type = wanted.file_type
@@ -124,13 +124,15 @@ def export_gguf(
         with tqdm(
             total=total, unit="B", unit_scale=True, desc=file_type, disable=not progress
         ) as bar:
-            for entry in entries:
-                blocks, exact = encode(checkpoint, entry)
+
+            def write(entry: Entry, blocks: Tensor, exact: bool | None) -> None:
                 checkpoint.shards.close()
                 writer.write(blocks.numpy())
                 if exact is not None:
                     (repacked if exact else rounded_again).extend(entry.modules)
                 bar.update(entry.planned.nbytes)
+
+            encoded = (encoder or one_by_one(checkpoint))(entries, write)
     files = part_paths(Path(out), len(cut(planned, split_max_size)))
     weights = sum(e.planned.weights for e in entries)
     return ExportReport(
@@ -145,8 +147,22 @@ def export_gguf(
         repacked=repacked,
         rounded_again=rounded_again,
         fallbacks=_fallbacks(entries),
-        warnings=[*checkpoint.warnings, *h.warnings, *lacking(entries, imatrix)],
-    )
+        warnings=[
+            *checkpoint.warnings, *h.warnings, *lacking(entries, imatrix), *encoded.warnings
+        ],
+        solved=encoded.solved,
+    )  # fmt: skip
+
+
+def one_by_one(checkpoint: Checkpoint) -> Encoder:
+    """Every tensor rounded by itself."""
+
+    def run(entries: Sequence[Entry], write: Write) -> Encoded:
+        for entry in entries:
+            write(entry, *encode(checkpoint, entry))
+        return Encoded({}, [])
+
+    return run
 
 
 def read_hyperparameters(checkpoint: Checkpoint) -> Hyperparameters:
@@ -206,65 +222,6 @@ class StoredNames:
 
     def __call__(self, module: str) -> str:
         return module.removeprefix(self._prefix) if self._bare else module
-
-
-def encode(checkpoint: Checkpoint, entry: Entry) -> tuple[Tensor, bool | None]:
-    """The bytes of a tensor, and for quantized layers whether their codes were kept."""
-    parts = [_encode_module(checkpoint, entry, module) for module in entry.modules]
-    kept = [exact for _, exact in parts if exact is not None]
-    blocks = parts[0][0] if len(parts) == 1 else torch.cat([blocks for blocks, _ in parts])
-    return blocks, all(kept) if kept else None
-
-
-def _encode_module(checkpoint: Checkpoint, entry: Entry, module: str) -> tuple[Tensor, bool | None]:
-    """What one module's tensor gives of the bytes."""
-    target, codec = entry.target, entry.planned.codec
-    if target.part == "weight" and module in checkpoint.schemes:
-        q = checkpoint.quantized(module)
-        _check_shape(q.codes, entry, module)
-        if q.spec.type != "int" or q.spec.block is not None or q.g_idx is not None:
-            # no block type holds such codes
-            return _encode_dense(target.place(q.dequantize()), entry, module), False
-        rows = q.codes.shape[0]
-        zero = q.zero_point
-        q = Quantized(
-            target.place(q.codes),
-            target.place(q.scale.expand(rows, -1)),
-            None if zero is None else target.place(zero.expand(rows, -1)),
-            q.spec,
-        )
-        if (blocks := repack(q, codec)) is not None:
-            return blocks, True
-        return _encode_dense(q.dequantize(), entry, module), False
-    x = checkpoint.shards.get(f"{module}.{target.part}").to(torch.float32)
-    _check_shape(x, entry, module)
-    return _encode_dense(target.place(x), entry, module), None
-
-
-def _encode_dense(x: Tensor, entry: Entry, module: str) -> Tensor:
-    """Float values to blocks; UserError for values that the type cannot hold."""
-    planned, name = entry.planned, f"{module}.{entry.target.part}"
-    largest = x.abs().max().item()
-    if not largest < float("inf"):
-        raise UserError(f"tensor '{name}' holds NaN or infinite values")
-    if largest > HALF_MAX and planned.codec not in (F32, BF16):
-        raise UserError(
-            f"tensor '{name}' reaches {largest:.3g}, beyond float16's {HALF_MAX:g} that "
-            f"{planned.codec.name} relies on; export as BF16"
-        )
-    importance = entry.importance
-    if importance is not None:
-        importance = importance[entry.modules.index(module)]
-    return planned.codec.encode(x.reshape(-1, planned.shape[-1]), importance)
-
-
-def _check_shape(x: Tensor, entry: Entry, module: str) -> None:
-    expected = entry.target.module_shape
-    if tuple(x.shape) != expected:
-        raise UserError(
-            f"tensor '{module}.{entry.target.part}' has shape {tuple(x.shape)}, config.json means "
-            f"{expected}"
-        )
 
 
 def lacking(entries: list[Entry], imatrix: Imatrix | None) -> list[str]:

@@ -16,6 +16,7 @@ from ...calib.layer_loop import run_layers
 from ...calib.layer_worker import InputGroup, LayerTransform
 from ...calib.model import LayerCall, LayeredModel
 from ...calib.statistics import SquareSum
+from ...calib.text import Text
 from ...kernels.device import resolve_device
 from ...kernels.names import names_in_model
 from ..checkpoint.load import Checkpoint
@@ -96,18 +97,23 @@ class SquareCollector:
 def imatrix_of_model(folder: Path, settings: Settings, progress: bool = True) -> Imatrix:
     """The importance matrix of the model in `folder`. UserError for an architecture that
     llama.cpp does not know, and for text that cannot be had or is too short."""
-    checkpoint = Checkpoint(folder)
-    h = read_hyperparameters(checkpoint)
+    h = read_hyperparameters(Checkpoint(folder))
+    model, rows, text = open_with_rows(folder, settings)
+    with tqdm(total=len(model.layers), desc="imatrix", unit="layer", disable=not progress) as bar:
+        return collect_imatrix(
+            model, h, rows, text.description, settings.batch_size, lambda _: bar.update()
+        )
+
+
+def open_with_rows(folder: Path, settings: Settings) -> tuple[LayeredModel, Tensor, Text]:
+    """The model, its calibration rows int64 [samples, seq_len], and their text. UserError where the
+    text cannot be had or is too short."""
     calibration = Calibration(settings.source, settings.samples, settings.seq_len)
     recipe = replace(Recipe(), calibration=calibration)
     recipe = replace(recipe, execution=replace(recipe.execution, dtype=settings.dtype))
     device = resolve_device(settings.device)
     model = open_model(folder, forward_dtype(recipe, device, folder), device)
-    rows, text = calibration_rows(model, recipe)
-    with tqdm(total=len(model.layers), desc="imatrix", unit="layer", disable=not progress) as bar:
-        return collect_imatrix(
-            model, h, rows, text.description, settings.batch_size, lambda _: bar.update()
-        )
+    return model, *calibration_rows(model, recipe)
 
 
 def collect_imatrix(

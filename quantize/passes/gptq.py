@@ -95,10 +95,11 @@ def solve(
     return Solved(quantized, error, energy, factor.dampening_frac, factor.dead)
 
 
-def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
+def factor_hessian(hessian: Tensor, settings: GPTQSettings, order: Tensor | None = None) -> Factor:
     """Damp, reorder and factor `hessian` float32 [in, in] (mean of x x^T over tokens).
 
-    Raises the damping tenfold and retries when the factorization fails; UserError past MAX_DAMP.
+    order: int64 [in], a processing order in place of the settings' own. Raises the damping tenfold
+    and retries when the factorization fails; UserError past MAX_DAMP.
     """
     if not all_finite(hessian):
         raise UserError("the Hessian holds NaN or infinite values: check the model's weights")
@@ -106,7 +107,9 @@ def factor_hessian(hessian: Tensor, settings: GPTQSettings) -> Factor:
     dead = diagonal <= 0
     mean = diagonal[~dead].mean() if not dead.all() else diagonal.new_tensor(1.0)
     diagonal[dead] = mean
-    if settings.act_order != "none":
+    if order is not None:
+        assert order.shape == diagonal.shape, order.shape
+    elif settings.act_order != "none":
         order = torch.argsort(diagonal.masked_fill(dead, 0), descending=True, stable=True)
     else:
         order = torch.arange(len(diagonal), device=hessian.device)
