@@ -1,8 +1,10 @@
 """Export with GPTQ, layer by layer into the file, each linear calibrated on what it will read.
 
 The layer loop hands over the linears of a layer with the Hessians of their inputs; their blocks are
-made, and the values that llama.cpp will read from them are what the rest of the model runs on. A
-finished layer is written, so memory is that of one layer, its statistics and the hidden states.
+made, and the values that llama.cpp will read from them are what the rest of the model runs on. The
+float model runs beside: a linear's weight first makes up for how its input has moved from what it
+is there (passes/gptq.py, `corrected_weight`). A finished layer is written, so memory is that of one
+layer, its statistics and the hidden states.
 Tensors outside the decoder layers, and those that are no linear's, are rounded by themselves.
 """
 
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 from ...calib.layer_loop import run_layers
 from ...calib.layer_worker import InputGroup, LayerWorker
 from ...calib.model import LayerCall, LayeredModel
+from ...calib.statistics import InputShift
 from ...kernels.errors import UserError
 from ...kernels.names import names_in_model
 from ..checkpoint.load import Checkpoint
 from ..expert_calibration import dampened, why_rounded
 from ..layer_weights import LayerWeights
-from ..passes.gptq import Factor, factor_hessian, output_energy
+from ..passes.gptq import Factor, corrected_weight, factor_hessian, output_energy
 from ..passes.settings import GPTQSettings
 from .blocks import CODECS, Codec
 from .blocks.scaled import ScaledCodec
@@ -33,6 +36,7 @@ from .export import Encoded, Encoder, ExportReport, Write, export_gguf
 from .gptq import block_order, gguf_gptq
 from .imatrix_run import Settings, open_with_rows
 
+SETTINGS = GPTQSettings(input_correction=0.5)  # more gains little, and loses where rows are few
 SWEEPS = 4  # later looks at every code
 
 
@@ -99,7 +103,7 @@ class BlockWorker(LayerWorker):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"hessian"})
+        return frozenset({"hessian", "input_shift"})
 
     def wants(self, name: str) -> bool:
         return name in self._places
@@ -118,7 +122,7 @@ class BlockWorker(LayerWorker):
             elif not self._too_few_tokens(names, group):
                 if codec.block not in factors:
                     factors[codec.block] = _factor(group, codec.block)
-                self._solve(names, factors[codec.block], codec)
+                self._solve(names, factors[codec.block], codec, group.statistics["input_shift"])
                 continue
             for name in names:
                 self._round(name, group)
@@ -177,11 +181,15 @@ class BlockWorker(LayerWorker):
         self._rounded += names
         return True
 
-    def _solve(self, names: list[str], factor: Factor, codec: type[ScaledCodec]) -> None:
+    def _solve(
+        self, names: list[str], factor: Factor, codec: type[ScaledCodec], shift: InputShift
+    ) -> None:
         """Linears that share an input, solved at once."""
         placed = [self._placed(name) for name in names]
         stacked, heights = torch.cat(placed), [len(rows) for rows in placed]
         del placed
+        if shift.tokens:
+            stacked = corrected_weight(stacked, factor, shift.mean(), SETTINGS.input_correction)
         blocks, errors = gguf_gptq(stacked, factor, codec, SWEEPS)
         energies = output_energy(stacked, factor.damped())
         parts = (t.split(heights) for t in (blocks, errors, energies))
@@ -253,7 +261,7 @@ def _places(model: LayeredModel, entries: Sequence[Entry]) -> dict[str, Place]:
 def _factor(group: InputGroup, block: int) -> Factor:
     """The group's Hessian, factored in an order that keeps blocks together."""
     statistic = group.statistics["hessian"]
-    hessian, settings = statistic.mean(), GPTQSettings()
+    hessian, settings = statistic.mean(), SETTINGS
     if group.routed is not None:
         settings = dampened(settings, statistic.tokens, len(hessian))
     return factor_hessian(hessian, settings, block_order(hessian.diagonal(), block))
