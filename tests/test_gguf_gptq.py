@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from .gguf_mixes import mixtral
-from .gguf_models import tiny_llama
+from .gguf_models import shared_data, tiny_llama
 from .gguf_zoo import make_member
 from .runtime_models import quantize_folder
 
@@ -222,6 +222,32 @@ def test_outputs_are_nearer_than_rounding_s_with_an_importance_matrix(
     rounded = logit_error(path, model, tmp_path / "rounded")
     solved = logit_error(q3.path, model, tmp_path / "solved")
     assert solved < 0.2 * rounded
+
+
+def test_a_trained_model_diverges_less_on_other_text(tmp_path: Path) -> None:
+    """Than after rounding with an importance matrix of the same text: by 0.52 of that, measured on
+    48 windows, and 0.69 if nothing were made up for of how inputs have moved."""
+    source, texts = shared_data() / "stories260k-ffn192", shared_data() / "text"
+    rows = Settings(str(texts / "tinystories_train_sample.txt"), samples=8, seq_len=256)
+    options: dict[str, Any] = {"tensor_types": ("token_embd=F16",), "pure": True, "progress": False}
+    imatrix = imatrix_of_model(source, rows, progress=False)
+    export_gguf(source, tmp_path / "rounded.gguf", "Q4_0", imatrix=imatrix, **options)
+    export_gptq(source, tmp_path / "solved.gguf", "Q4_0", rows, **options)
+    other = (texts / "tinystories_valid.txt").read_text()[:20000]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(source)(other).input_ids[:4096]).view(16, 256)
+
+    def log_probabilities(folder: Path) -> Tensor:
+        with torch.inference_mode():
+            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            return hf(ids).logits.log_softmax(-1)
+
+    expected = log_probabilities(source)
+
+    def divergence(name: str) -> float:
+        back = gguf_to_hf(tmp_path / f"{name}.gguf", tmp_path / name, progress=False)
+        return float((expected.exp() * (expected - log_probabilities(back))).sum(-1).mean())
+
+    assert divergence("solved") < 0.62 * divergence("rounded")
 
 
 def test_the_same_file_again(q3: Made, model: Path, settings: Settings, tmp_path: Path) -> None:

@@ -207,7 +207,10 @@ class BlockWorker(LayerWorker):
         importance = None if entry.importance is None else entry.importance[index]
         if importance is None and statistic is not None and statistic.tokens:
             importance = statistic.mean().diagonal().contiguous()
-        self._keep(name, entry.planned.codec.encode(self._placed(name), importance))
+        placed = self._placed(name)
+        if importance is not None:
+            importance = importance.to(placed.device)
+        self._keep(name, entry.planned.codec.encode(placed, importance))
 
     def _placed(self, name: str) -> Tensor:
         """The linear's weight with its rows as they lie in the file, float32 [out, in]."""
