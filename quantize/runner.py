@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ..calib.experts import split_modules
 from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
+from ..calib.text import Text
 from ..kernels.device import resolve_device
 from .budget_plan import budgeted_plan
 from .cache_layers import check_cache
@@ -25,10 +26,11 @@ from .checkpoint.layouts import layout_named
 from .checkpoint.load import read_config
 from .checkpoint.save import LinearStorage, check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
-from .linear_plan import make_plan, settled_recipe
-from .planning.foresee import Outline, foresee_run
+from .linear_plan import Plan, make_plan, settled_recipe
+from .planning.foresee import Foresight, Outline, foresee_run
 from .prepare import calibration_rows, can_stream, forward_dtype, open_for_passes, stacks_experts
 from .recipe import Recipe, WeightPass
+from .rotated_source import RotatedSource
 from .run_result import RunResult
 from .sizes import MAX_SHARD_SIZE, parse_size
 from .stream import stream_quantize
@@ -62,6 +64,70 @@ def quantize_model(
         )
     start = time.perf_counter()
     check_output(folder, out, overwrite)
+    run = _prepare(folder, out, recipe, device, restart)
+    recipe, model, plan, notes = run.recipe, run.model, run.plan, run.notes
+    journal = Journal(out, _identity(model, recipe, run.rows), restart)
+    if journal.resumed:
+        notes.append(f"resuming after {journal.resumed} finished layers")
+    for note in [*notes, run.foreseen.sentence()]:
+        say(note)
+    budget = None
+    if recipe.budget is not None:
+        assert run.rows is not None, "a budget needs calibration rows"
+        plan, budget = budgeted_plan(model, plan, recipe.budget, run.rows, journal)
+        notes.append(plan.notes[-1])
+        say(notes[-1])
+    layout = layout_named(recipe.format)
+    worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache, layout)
+    steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
+    with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
+        run_layers(
+            model, run.rows if recipe.needs else None, worker, recipe.execution.order,
+            recipe.execution.batch_size, recipe.calibration.all_experts,
+            progress=lambda _: bar.update(),
+        )  # fmt: skip
+    done = _done(journal, steps, plan)
+    notes += done.notes
+    save_checkpoint(
+        model.shards, out, journal, steps,
+        LinearStorage({worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
+                      plan.untouched, layout, recipe.has_g_idx),
+        report={"recipe": recipe.to_dict(), "dtype": _name(run.dtype), "notes": plan.notes,
+                "dropped_rows": done.dropped_rows, "linears": done.linears,
+                "experts": done.experts, "transforms": done.transforms,
+                "budget": asdict(budget) if budget else None,
+                "calibration": run.text._replace(text="")._asdict() if run.text else None},
+        version=version("lowbit"),
+        changed=run.rotated.changed if run.rotated else (),
+        config_changes=run.rotated.config_changes if run.rotated else None,
+        cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
+        max_shard_bytes=max_shard_bytes,
+    )  # fmt: skip
+    return RunResult(
+        out, recipe, notes, run.text, _name(run.dtype), journal.resumed, done.dropped_rows,
+        {n: r["relative_error"] for n, r in done.linears.items() if "relative_error" in r},
+        time.perf_counter() - start, worker.seconds, budget, run.foreseen,
+    )  # fmt: skip
+
+
+class _Prepared(NamedTuple):
+    """A run that nothing stands in the way of. recipe: with what the model settled. rows, text: of
+    calibration, None where no pass reads any. notes: for the user."""
+
+    model: LayeredModel
+    rotated: RotatedSource | None
+    plan: Plan
+    recipe: Recipe
+    rows: Tensor | None
+    text: Text | None
+    dtype: torch.dtype
+    foreseen: Foresight
+    notes: list[str]
+
+
+def _prepare(folder: Path, out: Path, recipe: Recipe, device: str, restart: bool) -> _Prepared:
+    """Open the model and settle all that a run needs; UserError for what cannot be done."""
+    start = time.perf_counter()
     if recipe.kv_cache is not None:
         check_cache(recipe.kv_cache.kv_cache.spec, read_config(folder))
     where = resolve_device(device)
@@ -77,7 +143,6 @@ def quantize_model(
         0 if rows is None else len(rows), where,
     )  # fmt: skip
     foreseen = foresee_run(outline, out, time.perf_counter() - start, restart)
-    journal = Journal(out, _identity(model, recipe, rows), restart)
     notes = list(plan.notes)
     if rows is not None and recipe.execution.dtype == "auto":
         notes.append(f"forward passes in {_name(dtype)} (--dtype auto)")
@@ -87,55 +152,33 @@ def quantize_model(
         notes.append("experts are calibrated on all tokens, for scales of their inputs are stored")
     if text is not None:
         notes.append(f"calibration: {text.description}")
-    if journal.resumed:
-        notes.append(f"resuming after {journal.resumed} finished layers")
-    for note in [*notes, foreseen.sentence()]:
-        say(note)
-    budget = None
-    if recipe.budget is not None:
-        assert rows is not None, "a budget needs calibration rows"
-        plan, budget = budgeted_plan(model, plan, recipe.budget, rows, journal)
-        notes.append(plan.notes[-1])
-        say(notes[-1])
-    layout = layout_named(recipe.format)
-    worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache, layout)
-    steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
-    with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
-        run_layers(
-            model, rows if recipe.needs else None, worker, recipe.execution.order,
-            recipe.execution.batch_size, recipe.calibration.all_experts,
-            progress=lambda _: bar.update(),
-        )  # fmt: skip
-    reports = [journal.report(name) for name in steps]
-    linears = {n: r for report in reports for n, r in report["linears"].items()}
-    dropped = len(set().union(*(report["dropped_rows"] for report in reports)))
+    return _Prepared(model, rotated, plan, recipe, rows, text, dtype, foreseen, notes)
+
+
+class _Done(NamedTuple):
+    """What the reports of all layers come to. linears: by module; transforms: by layer; experts:
+    see `coverage`; notes: for the user."""
+
+    linears: dict[str, dict[str, Any]]
+    transforms: dict[str, Any]
+    experts: dict[str, Any]
+    dropped_rows: int
+    notes: list[str]
+
+
+def _done(journal: Journal, steps: list[str], plan: Plan) -> _Done:
+    reports = {name: journal.report(name) for name in steps}
+    linears = {n: r for report in reports.values() for n, r in report["linears"].items()}
+    dropped = len(set().union(*(report["dropped_rows"] for report in reports.values())))
     experts = coverage(linears)
-    notes += coverage_notes(experts)
+    notes = coverage_notes(experts)
     raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
     if raised:
         notes.append(f"damping was raised for {len(raised)} linears, first {raised[0]}")
     if dropped:
         notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
-    save_checkpoint(
-        model.shards, out, journal, steps,
-        LinearStorage({worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
-                      plan.untouched, layout, recipe.has_g_idx),
-        report={"recipe": recipe.to_dict(), "dtype": _name(dtype), "notes": plan.notes,
-                "dropped_rows": dropped, "linears": linears, "experts": experts,
-                "transforms": {n: r["transforms"] for n, r in zip(steps, reports, strict=True)},
-                "budget": asdict(budget) if budget else None,
-                "calibration": text._replace(text="")._asdict() if text else None},
-        version=version("lowbit"),
-        changed=rotated.changed if rotated else (),
-        config_changes=rotated.config_changes if rotated else None,
-        cache=recipe.kv_cache.kv_cache.spec if recipe.kv_cache else None,
-        max_shard_bytes=max_shard_bytes,
-    )  # fmt: skip
-    return RunResult(
-        out, recipe, notes, text, _name(dtype), journal.resumed, dropped,
-        {n: r["relative_error"] for n, r in linears.items() if "relative_error" in r},
-        time.perf_counter() - start, worker.seconds, budget, foreseen,
-    )  # fmt: skip
+    transforms = {name: report["transforms"] for name, report in reports.items()}
+    return _Done(linears, transforms, experts, dropped, notes)
 
 
 def _identity(model: LayeredModel, recipe: Recipe, rows: Tensor | None) -> dict[str, Any]:
