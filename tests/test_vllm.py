@@ -5,8 +5,9 @@ name its Python:
 
     LOWBIT_VLLM=vllm/bin/python LOWBIT_TEST_DATA=... pytest -m slow tests/test_vllm.py
 
-Both compute in bfloat16, and add in different orders, so their log-probabilities differ a little
-and near-ties may fall the other way. The first token that differs must be such a near-tie.
+In bfloat16 the two add in different orders, so their log-probabilities differ a little and
+near-ties may fall the other way; a token that differs must be such a near-tie. In float32, which
+vLLM has for quantized inputs, they are equal.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lowbit.kernels.activations import ActivationFormat
 from lowbit.quantize.recipe import Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 from lowbit.runtime import LLM, SamplingParams
@@ -91,6 +94,7 @@ RECIPES = {
     "W8A8": rounded("W8A8"),
     "FP8_DYNAMIC": rounded("FP8_DYNAMIC"),
 }
+IN_FLOAT32 = ("W8A8", "FP8_DYNAMIC")  # vLLM's kernel for W4A16 has 16-bit inputs alone
 
 
 class Bounds(NamedTuple):
@@ -126,6 +130,16 @@ def prompts(trained: Path) -> list[list[int]]:
     return [tokenizer(text).input_ids for text in PROMPTS]
 
 
+def peer(dtype: str, prompts: list[list[int]], folders: Collection[Path]) -> None:
+    """Let vLLM generate in `dtype` from each folder, FOLDER.DTYPE.json beside it."""
+    prompts_file = next(iter(folders)).with_name("prompts.json")
+    prompts_file.write_text(json.dumps(prompts))
+    script = Path(__file__).with_name("vllm_peer.py")
+    arguments = [str(script), dtype, str(prompts_file), str(TOKENS), *map(str, folders)]
+    done = subprocess.run([str(PYTHON), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(
     trained: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
@@ -136,11 +150,8 @@ def checkpoints(
     made = {name: folder / name for name in RECIPES}
     for name, recipe in RECIPES.items():
         quantize_model(model, made[name], recipe)
-    (folder / "prompts.json").write_text(json.dumps(prompts))
-    script = Path(__file__).with_name("vllm_peer.py")
-    arguments = [str(script), str(folder / "prompts.json"), str(TOKENS), *map(str, made.values())]
-    done = subprocess.run([str(PYTHON), *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    peer("bfloat16", prompts, made.values())
+    peer("float32", prompts, [made[name] for name in IN_FLOAT32])
     return made
 
 
@@ -170,8 +181,15 @@ def mean_difference(taken: list[Step]) -> float:
     return sum(s.difference for s in taken) / len(taken)
 
 
-def generated(checkpoint: Path) -> dict[str, Any]:
-    return json.loads(Path(f"{checkpoint}.vllm.json").read_text())
+def generated(checkpoint: Path, dtype: str = "bfloat16") -> dict[str, Any]:
+    """What vLLM made of it."""
+    return json.loads(Path(f"{checkpoint}.{dtype}.json").read_text())
+
+
+def continued(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Our own greedy tokens."""
+    greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    return [r.outputs[0].token_ids for r in llm.generate(prompts, greedy, use_tqdm=False)]
 
 
 def bounds(name: str) -> Bounds:
@@ -187,10 +205,9 @@ def test_vllm_generates_our_tokens(
     methods = {linear.partition(" on ")[0] for linear in found["linears"]}
     assert methods == {LINEARS[name]}  # the checkpoint's own in all of them, on any CPU's kernel
     llm = LLM(checkpoints[name], "cpu", "bfloat16")
-    greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    outputs = llm.generate(prompts, greedy, use_tqdm=False)
-    for prompt, output, their_output in zip(prompts, outputs, found["outputs"], strict=True):
-        ours, theirs = output.outputs[0].token_ids, their_output["token_ids"]
+    outputs = continued(llm, prompts)
+    for prompt, ours, their_output in zip(prompts, outputs, found["outputs"], strict=True):
+        theirs = their_output["token_ids"]
         assert len(ours) == len(theirs) == TOKENS
         taken = steps(llm, prompt, their_output)
         assert max(s.short for s in taken) < bounds(name).near_tie
@@ -199,6 +216,23 @@ def test_vllm_generates_our_tokens(
         if parting is not None:
             row = logprobs(llm, prompt + ours[:parting], 1)[0]
             assert abs(row[ours[parting]] - row[theirs[parting]]) < bounds(name).near_tie
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_quantized_inputs_are_exact_in_float32(
+    name: str,
+    prompts: list[list[int]],
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM divides a token's peak by 127 for int8, lowbit and compressed-tensors by 127.5: both
+    generate the same, and given 127 ours has vLLM's log-probabilities too."""
+    llm = LLM(checkpoints[name], "cpu", "float32")
+    theirs = generated(checkpoints[name], "float32")["outputs"]
+    assert continued(llm, prompts) == [output["token_ids"] for output in theirs]
+    monkeypatch.setattr(ActivationFormat, "half_range", property(lambda f: f.elements.highest))
+    for prompt, output in zip(prompts, theirs, strict=True):
+        assert max(s.difference for s in steps(llm, prompt, output)) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What vLLM generates from checkpoints: run by tests/test_vllm.py in a Python that has it.
 
-Arguments: PROMPTS TOKENS FOLDER... PROMPTS is a JSON file of lists of token ids. Writes
-FOLDER.vllm.json for each: {"linears": names of the methods that run its quantized linears,
+Arguments: DTYPE PROMPTS TOKENS FOLDER... PROMPTS is a JSON file of lists of token ids. Writes
+FOLDER.DTYPE.json for each: {"linears": names of the methods that run its quantized linears,
 "outputs": for every prompt the greedy "token_ids" and, for each of them, "logprobs", {id: value} of
 the five likeliest}.
 """
@@ -37,8 +37,8 @@ def linear_methods(model: Any) -> list[str]:
     return sorted(found)
 
 
-def generate(folder: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    llm = LLM(folder, dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=4)
+def generate(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    llm = LLM(folder, dtype=dtype, enforce_eager=True, max_model_len=256, max_num_seqs=4)
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=5)
     made = llm.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
     outputs = []
@@ -50,9 +50,10 @@ def generate(folder: str, prompts: list[list[int]], tokens: int) -> dict[str, An
 
 
 if __name__ == "__main__":
-    prompts_file, tokens, *folders = sys.argv[1:]
+    dtype, prompts_file, tokens, *folders = sys.argv[1:]
     with open(prompts_file) as f:
         prompts = json.load(f)
     for folder in folders:
-        with open(f"{folder}.vllm.json", "w") as f:
-            json.dump(generate(folder, prompts, int(tokens)), f)
+        made = generate(folder, dtype, prompts, int(tokens))
+        with open(f"{folder}.{dtype}.json", "w") as f:
+            json.dump(made, f)
