@@ -130,7 +130,7 @@ def _marlin_experts(x: EngineLinear) -> str | None:
 
 
 def _cpu_packed(x: EngineLinear) -> str | None:
-    return _bits(x, (4,), ()) or _even_groups(x) or _multiples(x, columns=32, rows=32)
+    return _bits(x, (4,), (4,)) or _even_groups(x) or _multiples(x, columns=32, rows=32)
 
 
 def _cutlass_int8(x: EngineLinear) -> str | None:
@@ -143,6 +143,13 @@ def _cpu_int8(x: EngineLinear) -> str | None:
 
 def _arm_int4(x: EngineLinear) -> str | None:
     return _bits(x, (4,), ())
+
+
+def _cpu_fp8(x: EngineLinear) -> str | None:
+    inputs = x.scheme.input_activations
+    if inputs is None or not isinstance(inputs.granularity, Token):
+        return "takes inputs quantized to FP8 a token at a time"
+    return _weights_of(x, (Channel, TensorWise))
 
 
 def _cutlass_fp8(x: EngineLinear) -> str | None:
@@ -199,7 +206,7 @@ VLLM_KERNELS: dict[str, dict[str, Decline]] = {
     "int8": {"CUTLASS INT8 (sm_75 and later)": _cutlass_int8, "CPU INT8": _cpu_int8},
     "int4 times int8": {"CPU W4A8 (Arm)": _arm_int4},
     "float8": {
-        "CUTLASS FP8 (sm_89 and later)": _cutlass_fp8,
+        "CUTLASS FP8 (sm_89 and later)": _cutlass_fp8, "CPU FP8": _cpu_fp8,
         "block-scaled FP8 (sm_89 and later)": _block_fp8,
         "Marlin FP8, weights alone (sm_75 and later)": _marlin_fp8,
         "MXFP8 (sm_100)": _mx_fp8,
