@@ -42,6 +42,29 @@ def test_every_option(model: Path, tmp_path: Path) -> None:
     assert GGUFFile(out).keys["general.file_type"] == 7  # Q8_0 unless told otherwise
 
 
+def test_an_input_is_not_written_over(model: Path, tmp_path: Path) -> None:
+    source, weights = tmp_path / "m.gguf", tmp_path / "w.gguf"
+    assert run(model, "-o", source, "--type", "F16").exit_code == 0
+    weights.write_bytes(b"an importance matrix")
+    before = {path: path.read_bytes() for path in (source, weights, model / "config.json")}
+    for arguments in [
+        (source, "-o", source),
+        (model, "-o", model / "config.json"),
+        (model, "-o", weights, "--imatrix", weights),
+        (tmp_path / "m-00001-of-00002.gguf", "-o", source),
+    ]:
+        if not arguments[0].exists():
+            source.rename(arguments[0])
+            before[arguments[0]] = before.pop(source)
+        result = run(*arguments, "--overwrite")
+        assert isinstance(result.exception, UserError), arguments
+        assert "would be written over the input" in str(result.exception)
+    assert all(path.read_bytes() == held for path, held in before.items())
+    inside = model / "made.gguf"
+    assert run(model, "-o", inside).exit_code == run(model, "-o", inside, "--overwrite").exit_code
+    inside.unlink()
+
+
 def test_summary_for_people(model: Path, tmp_path: Path) -> None:
     checkpoint = quantize_folder(model, tmp_path / "w4", "W4A16", 32)
     result = run(checkpoint, "-o", tmp_path / "m.gguf", "--type", "Q4_0")

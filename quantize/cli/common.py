@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from ...kernels.errors import UserError
+
 
 def say(line: str) -> None:
     """A line for the user, on standard error: standard output belongs to results."""
@@ -27,6 +29,26 @@ def model_path(model: str) -> Path:
     from ...calib.source import model_folder
 
     return model_folder(model)
+
+
+def check_apart(out: Path, *inputs: str | Path) -> None:
+    """UserError when writing the file `out` would replace one of the inputs or a part of it.
+
+    inputs: files or folders; what does not exist (a Hub model's name) is no input of this machine.
+    A model's folder may hold files that were made of it.
+    """
+    from ..gguf.reader import PART
+
+    place = out.resolve()
+    for given in map(Path, inputs):
+        if not given.exists():
+            continue
+        read = given.resolve()
+        part = PART.fullmatch(read.name)
+        whole = read.with_name(f"{part[1]}.gguf") if part else read
+        made = place.suffix in (".gguf", ".dat") or not place.exists()
+        if place in (read, whole) or (read.is_dir() and place.is_relative_to(read) and not made):
+            raise UserError(f"{out} would be written over the input {given}; give another name")
 
 
 def print_json(value: Any) -> None:

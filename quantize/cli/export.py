@@ -10,7 +10,7 @@ import typer
 
 from ...kernels.errors import UserError
 from ..recipe import Calibration
-from .common import model_path, print_json, say
+from .common import check_apart, model_path, print_json, say
 
 if TYPE_CHECKING:
     from ..gguf.export import ExportReport
@@ -79,6 +79,7 @@ def export(
     from ..gguf.type_plan import wish
     from ..gguf.writer import parse_size
 
+    check_apart(out, model, *([] if imatrix in (None, "auto") else [imatrix]))
     wish(file_type, pure, tensor_type or ())
     if method == "round" and imatrix != "auto" and calib != Calibration.source:
         say(f"--method round needs no data: the calibration text '{calib}' is not read")

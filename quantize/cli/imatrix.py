@@ -9,7 +9,7 @@ import typer
 
 from ...kernels.errors import UserError
 from ..recipe import Calibration
-from .common import model_path, print_json, say
+from .common import check_apart, model_path, print_json, say
 
 
 def imatrix(
@@ -38,6 +38,7 @@ def imatrix(
     from ..gguf.imatrix import write_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model, partial_coverage
 
+    check_apart(out, model)
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; give another name or --overwrite")
     settings = Settings(calib, samples, seq_len, batch_size, dtype, device)
