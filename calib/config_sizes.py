@@ -2,7 +2,8 @@
 
 transformers makes a module for every layer and expert that config.json names, one by one, and some
 buffers are as long as the context or a head. A config is not trusted, so these numbers are bounded
-far above those of any published model.
+far above those of any published model. Sizes that every model of its kind needs are also held to be
+above zero; others, such as a number of experts, are zero where a model has none of them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,21 @@ LAYERS = Bound(re.compile(r"(^|_)(num|n)_(\w+_)?layers?$|^(depth|depths)$"), 1 <
 EXPERTS = Bound(re.compile(r"(^|_)(num|n)_(\w+_)?experts?$"), 1 << 14)
 SIZES = Bound(re.compile(r"size|dim|head|position|vocab|features|channels|d_model|d_ff"), 1 << 28)
 MOST_MODULES = 1 << 20  # layers times experts
+POSITIVE = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+    "d_model", "n_embd", "n_head", "n_layer", "n_positions", "n_ctx", "ffn_dim",
+    "num_heads", "num_layers", "word_embed_proj_dim",
+}  # fmt: skip
 
 
 def check_sizes(path: Path) -> None:
-    """UserError when a number of the config.json `path` is beyond its bound."""
+    """UserError when a number of the config.json `path` is beyond its bound, or not above zero
+    where a model needs it to be."""
     largest = {LAYERS: 1, EXPERTS: 1}
     for key, value in _numbers(read_json(path)):
+        if key in POSITIVE and value < 1:
+            raise UserError(f"{path} has {key} = {value}, not above 0; it is damaged or no model's")
         for bound in (LAYERS, EXPERTS, SIZES):
             if bound.pattern.search(key.lower()):
                 if abs(value) > bound.most:

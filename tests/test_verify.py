@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +157,10 @@ def chat_tokens(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
 
 
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 HUGE = {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}
 FILE_CASES = [
     Case("sharded", lambda f: first_shard(f).unlink(), "file missing", "model-00001"),
@@ -214,6 +219,8 @@ CONFIG_CASES = [
     Case("awq", tensors(lambda t: [[t.pop(f"{Q}.{x}") for x in ("qweight", "qzeros", "scales")],
          t.update({f"{Q}.weight": torch.randn(64, 64)})]), "targeted, not quantized", Q),
     Case("w4", config(model_type="nonsuch"), "model unknown", "config.json"),
+    *(Case(whole, config(**{size: 0}), "config", "config.json")
+      for whole, size in product(("plain", "w4", "awq"), SIZES)),
 ]  # fmt: skip
 TENSOR_CASES = [
     Case("plain", without("model.norm.weight"), "missing tensor", "model.norm.weight"),
@@ -332,6 +339,17 @@ def test_the_guide_lists_every_class() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "verify.md").read_text()
     for fault, (severity, consequence) in FAULTS.items():
         assert f"| {fault} | {severity} | {consequence} |" in guide, fault
+
+
+def test_a_quantized_linear_of_no_size_is_a_fault(
+    wholes: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A kind of model that nobody knows, so that the tensors alone say its sizes."""
+    folder = copied(wholes("w4"), tmp_path / "checkpoint")
+    config(model_type="nonsuch")(folder)
+    changed(f"{Q}.weight_shape", torch.zeros_like)(folder)
+    found = [f for f in verify(folder).findings if f.severity == "error"]
+    assert [f.where for f in found] == [Q]
 
 
 def test_negative_scales_are_legal(wholes: Callable[[str], Path], tmp_path: Path) -> None:

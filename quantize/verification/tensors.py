@@ -133,6 +133,9 @@ def wanted_tensors(
             continue
         try:
             shape = linear or layout.shape(module, scheme.weights, model.source)
+            if min(shape) < 1:
+                found.append(finding("shape", module, "sizes above 0", shape))
+                continue
             refusal = layout.refusal(scheme, shape)
             if refusal is not None:
                 expected = f"a linear that {layout.name} holds"
