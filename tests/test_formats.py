@@ -175,7 +175,10 @@ REFUSED = {
     "act order": (["--act-order", "desc_act"], ("desc_act", "gptq, gptq_v2")),
     "width": (["--format", "awq", "--scheme", "W8A16"], ("awq", "W8A16", "W4A16_ASYM")),
     "activations": (["--format", "gptq", "--scheme", "W8A8"], ("inputs", "compressed-tensors")),
-    "zero of 0": (["--format", "gptq", "--scheme", "W4A16_ASYM"], ("zero-points of 0", "gptq_v2")),
+    "zero of 0": (
+        ["--format", "gptq", "--scheme", "W4A16_ASYM"],
+        ("zero-points of 0", "or W8A16, or", "gptq_v2"),
+    ),
     "floats": (["--format", "fp8"], ("fp8", "W4A16", "FP8_BLOCK")),
     "budget": (["--format", "gptq", "--budget", "4.5"], ("budget", "convert")),
 }

@@ -38,7 +38,6 @@ SAMPLED = 8  # modules whose zero-points are looked at to tell the version
 class GPTQ(Layout):
     """One of the two versions, which differ in their zero-points alone."""
 
-    takes = "W2A16, W3A16, W4A16, W8A16 or one with _ASYM"
     by_rows = False
     g_idx_leaf = "g_idx"
     writes_g_idx = True
@@ -49,6 +48,8 @@ class GPTQ(Layout):
     def __init__(self, version: Literal[1, 2]) -> None:
         self.version = version
         self.name = "gptq" if version == 1 else "gptq_v2"
+        offsets = "" if version == 1 else " (also with _ASYM)"
+        self.takes = f"W2A16, W3A16, W4A16 or W8A16{offsets}"
 
     def claims(self, quantization: Mapping[str, Any]) -> bool:
         quantization = published(quantization)
