@@ -15,6 +15,7 @@ import torch
 from lowbit.kernels.packing import pack_bits
 from lowbit.quantize import verify
 from lowbit.quantize.checkpoint.layouts.awq import unpack_interleaved
+from lowbit.quantize.checkpoint.manifest import MANIFEST, write_manifest
 from lowbit.quantize.verification.findings import AGAINST, FAULTS, GGUF
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -113,6 +114,16 @@ def as_pickle(folder: Path) -> None:
     torch.save({"weight": torch.zeros(4)}, folder / "model.safetensors")
 
 
+def unlisted(name: str) -> Damage:
+    """The manifest without its entry for a file."""
+    return lambda folder: change_json(folder / MANIFEST, lambda m: m["files"].pop(name))
+
+
+def unlisted_shard(folder: Path) -> None:
+    write_manifest(folder)
+    unlisted(first_shard(folder).name)(folder)
+
+
 def linked_out(folder: Path) -> None:
     outside = folder.parent / "outside.jinja"
     outside.write_text("secret")
@@ -161,6 +172,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
+LISTED = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja")
 HUGE = {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}
 FILE_CASES = [
     Case("sharded", lambda f: first_shard(f).unlink(), "file missing", "model-00001"),
@@ -171,6 +183,10 @@ FILE_CASES = [
     Case("manifest", write("NOTICE", "rides alone\n"), "file changed", "NOTICE"),
     Case("manifest", write("NOTICE", "short"), "file changed", "NOTICE"),
     Case("manifest", write("other.txt", "new"), "file extra", "other.txt"),
+    *(Case("manifest", unlisted(name), "file not listed", name) for name in LISTED),
+    Case("sharded", unlisted_shard, "file not listed", "model-00001"),
+    Case("manifest", lambda f: change_json(f / MANIFEST, lambda m: m["files"].clear()),
+         "file not listed", "model.safetensors"),
     Case("plain", lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "damaged file",
          "model.safetensors"),
     Case("plain", write("model.safetensors", b"1234"), "damaged file", "model.safetensors"),

@@ -58,6 +58,7 @@ def _warning(consequence: str) -> FaultClass:
 FILES: dict[str, FaultClass] = {
     "file missing": _error("readers stop, or load a model that lacks a part"),
     "file changed": _error("the file is not what was written: its tensors may be wrong anywhere"),
+    "file not listed": _error("readers load it, and the manifest does not say what it has to be"),
     "file extra": _warning("nothing reads it; it was not there when the checkpoint was written"),
     "damaged file": _error("readers refuse the file, or read bytes that are not its tensors"),
     "pickle": _error("loading it runs the code in it: torch.load would, lowbit and vLLM refuse"),

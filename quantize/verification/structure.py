@@ -14,11 +14,14 @@ from ...calib.safetensors_file import Header, read_header
 from ...calib.shards import INDEX
 from ...kernels.errors import UserError
 from ..checkpoint.manifest import MANIFEST, check_manifest, read_manifest
+from ..checkpoint.side_files import OF_ITS_OWN
 from .findings import Finding, finding
+from .side_files import JSON_FILES, TEMPLATES, TOKENIZERS
 
 NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MOST_FILES = 100_000
+READ = {*OF_ITS_OWN, *TOKENIZERS, *JSON_FILES, *TEMPLATES, "merges.txt"}  # beside the weights
 KINDS = {
     "missing": "file missing", "extra": "file extra", "size": "file changed",
     "contents": "file changed",
@@ -157,7 +160,8 @@ def _without_index(files: list[str]) -> Iterator[Finding]:
 
 
 def _manifest(folder: Path) -> Iterator[Finding]:
-    """The folder against the manifest that lowbit left in it."""
+    """The folder against the manifest that lowbit left in it. A file that it does not list is one
+    too many, or is part of the checkpoint and nothing vouches for it."""
     try:
         manifest = read_manifest(folder)
     except UserError as e:
@@ -166,4 +170,13 @@ def _manifest(folder: Path) -> Iterator[Finding]:
     if manifest is None:
         return
     for fault in check_manifest(folder, manifest):
-        yield finding(KINDS[fault.kind], fault.file, fault.expected, fault.found)
+        if fault.kind == "extra" and _is_read(fault.file):
+            yield finding("file not listed", fault.file, f"an entry in {MANIFEST}", "no entry")
+        else:
+            yield finding(KINDS[fault.kind], fault.file, fault.expected, fault.found)
+
+
+def _is_read(file: str) -> bool:
+    """Whether readers of the folder load this file of it: weights, their index, config.json,
+    tokenizer and the like."""
+    return file in READ or ("/" not in file and file.endswith(".safetensors"))
