@@ -137,6 +137,62 @@ class Patch(NamedTuple):
     value: bytes
 
 
+@pytest.fixture(scope="module")
+def cut(whole: Path) -> list[Path]:
+    """The same model in parts, in order. Not to be changed: copy them."""
+    model = whole.parent / "model"
+    report = export_gguf(
+        model, whole.parent / "cut.gguf", "Q4_1", split_max_size=20_000, progress=False
+    )
+    return sorted(report.path.parent.glob("cut-*.gguf"))
+
+
+def test_a_whole_file_in_parts_has_no_finding_from_any_part(whole: Path, cut: list[Path]) -> None:
+    assert len(cut) > 3
+    for part in cut:
+        report = verify(part)
+        assert report.findings == () and report.tensors == len(GGUFFile(whole).tensors)
+
+
+def shorter(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+# how one part is broken -> the class of the fault that names it
+BROKEN_PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda p: p.unlink(), "GGUF part"),
+    "empty": (lambda p: shorter(p, 0), "GGUF container"),
+    "cut in the header": (lambda p: shorter(p, 30), "GGUF container"),
+    "cut in the data": (lambda p: shorter(p, p.stat().st_size - 100), "GGUF container"),
+    "another part": (lambda p: p.write_bytes(sorted(p.parent.iterdir())[1].read_bytes()),
+                     "GGUF part"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [0, 2, -1])
+@pytest.mark.parametrize("name", BROKEN_PARTS)
+def test_a_broken_part_is_named(name: str, broken: int, cut: list[Path], tmp_path: Path) -> None:
+    for part in cut:
+        (tmp_path / part.name).write_bytes(part.read_bytes())
+    damage, fault = BROKEN_PARTS[name]
+    damage(tmp_path / cut[broken].name)
+    for part in cut:
+        if not (tmp_path / part.name).exists():
+            continue
+        report = verify(tmp_path / part.name)
+        named = [f for f in report.findings if f.fault == fault and cut[broken].name in f.where]
+        assert named and not report.whole, report.findings
+        assert all(f.fault in ("GGUF part", "GGUF container") for f in report.findings)
+
+
+def test_a_part_under_another_name_is_not_whole(cut: list[Path], tmp_path: Path) -> None:
+    beyond = cut[0].name.replace("00001-of", "00099-of")
+    for name in ("alone.gguf", "cut-00001-of-00099.gguf", beyond):
+        (tmp_path / name).write_bytes(cut[0].read_bytes())
+        (found,) = verify(tmp_path / name).findings
+        assert (found.fault, found.where, found.severity) == ("GGUF part", name, "error")
+
+
 TABLE = UP.encode()  # then: u32 dims, u64 each, u32 type, u64 offset
 PATCHES: dict[str, tuple[Patch, str]] = {
     "magic": (Patch(None, 0, b"GGML"), "magic"),
@@ -235,4 +291,5 @@ def _blocks(data: np.ndarray, kind: str, tmp_path: Path) -> list[str]:
 
 def test_every_class_is_tested() -> None:
     tested = {fault for _, fault, _ in EDITS.values()}
-    assert tested - {"all zero"} == set(CLASSES) - {"GGUF container", "GGUF trailing bytes"}
+    assert tested - {"all zero"} == set(CLASSES) - {
+        "GGUF container", "GGUF part", "GGUF trailing bytes"}  # fmt: skip

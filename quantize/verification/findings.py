@@ -119,6 +119,7 @@ SIDE_FILES: dict[str, FaultClass] = {
 }
 GGUF: dict[str, FaultClass] = {
     "GGUF container": _error("llama.cpp refuses the file, or reads past its end"),
+    "GGUF part": _error("llama.cpp refuses the file: it wants all of its parts, each in its place"),
     "GGUF key": _error("llama.cpp refuses the file: it wants the key"),
     "GGUF version": _warning("llama.cpp may read the blocks by an older layout"),
     "GGUF tensor missing": _error("llama.cpp refuses the file: a layer lacks the tensor"),

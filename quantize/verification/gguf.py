@@ -1,18 +1,17 @@
-"""A GGUF file: container, keys, tokenizer, tensors of every layer, blocks."""
+"""A GGUF file, whole or in parts: container, keys, tokenizer, tensors of every layer, blocks."""
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...calib.safe_files import DamagedFile
-from ..gguf.container import Container, read_container
+from ..gguf.container import Container
 from .findings import Finding, finding
 from .gguf_blocks import examine_blocks
+from .gguf_parts import Parts, read_parts
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 FLOATS = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
@@ -28,25 +27,32 @@ NEARLY = 0.9
 
 
 def examine_gguf(path: Path) -> tuple[list[Finding], int]:
-    """Every fault of the file, and how many tensors it has. One tensor's rows are in memory at a
-    time, a few megabytes of them."""
-    size = path.stat().st_size
-    try:
-        if not size:
-            raise DamagedFile(path, "truncated", "an empty file", "a GGUF header")
-        with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            container = read_container(data, path)
-    except DamagedFile as e:
-        where = path.name if e.tensor is None else e.tensor
-        return [finding("GGUF container", where, e.expected, f"{e.fault}: {e.found}")], 0
-    found = [*_keys(container), *_tokenizer(container), *_layers(container)]
-    padded = -(-container.data_end // container.alignment) * container.alignment
-    if size > padded and container.tensors:
-        extra = f"{size - container.data_end:,} bytes after the last tensor"
-        found.append(finding("GGUF trailing bytes", path.name, "the end of the file", extra))
-    for name, stored in container.tensors.items():
-        found += examine_blocks(path, name, stored)
-    return found, len(container.tensors)
+    """Every fault of the file, or of all parts where it is one of several, and how many tensors it
+    has. One tensor's rows are in memory at a time, a few megabytes of them."""
+    parts, found = read_parts(path)
+    found += _trailing(parts)
+    for part, container in parts.containers.items():
+        for name, stored in container.tensors.items():
+            found += examine_blocks(part, name, stored)
+    if parts.complete:
+        whole = _joined(parts)
+        found += [*_keys(whole), *_tokenizer(whole), *_layers(whole)]
+    return found, sum(len(c.tensors) for c in parts.containers.values())
+
+
+def _joined(parts: Parts) -> Container:
+    """The keys of the first part with the tensors of all; their places are in their own parts."""
+    containers = list(parts.containers.values())
+    tensors = {name: t for c in containers for name, t in c.tensors.items()}
+    return containers[0]._replace(tensors=tensors)
+
+
+def _trailing(parts: Parts) -> Iterator[Finding]:
+    for path, container in parts.containers.items():
+        padded = -(-container.data_end // container.alignment) * container.alignment
+        if path.stat().st_size > padded and container.tensors:
+            extra = f"{path.stat().st_size - container.data_end:,} bytes after the last tensor"
+            yield finding("GGUF trailing bytes", path.name, "the end of the file", extra)
 
 
 def _keys(container: Container) -> Iterator[Finding]:
@@ -127,15 +133,13 @@ def _layers(container: Container) -> Iterator[Finding]:
     hidden = keys.get(f"{architecture}.embedding_length")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
-        if "split.count" not in keys:
-            expected = "the embedding"
-            yield finding("GGUF tensor missing", "token_embd.weight", expected, "no such tensor")
+        expected = "the embedding"
+        yield finding("GGUF tensor missing", "token_embd.weight", expected, "no such tensor")
     elif type(hidden) is int and embedding.shape[-1] != hidden:
         expected = f"{hidden} columns, {architecture}.embedding_length"
         yield finding("GGUF shape", "token_embd.weight", expected, embedding.shape)
-    if "split.count" in keys or count > MOST_LAYERS:
-        return
-    yield from _alike(container, count)
+    if count <= MOST_LAYERS:
+        yield from _alike(container, count)
 
 
 def _alike(container: Container, count: int) -> Iterator[Finding]:
