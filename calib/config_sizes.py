@@ -34,14 +34,18 @@ POSITIVE = {
     "d_model", "n_embd", "n_head", "n_layer", "n_positions", "n_ctx", "ffn_dim",
     "num_heads", "num_layers", "word_embed_proj_dim",
 }  # fmt: skip
+LATENT = "qk_nope_head_dim"  # of latent attention, where head_dim is of the rotated part: 0 if none
 
 
 def check_sizes(path: Path) -> None:
     """UserError when a number of the config.json `path` is beyond its bound, or not above zero
     where a model needs it to be."""
     largest = {LAYERS: 1, EXPERTS: 1}
-    for key, value in _numbers(read_json(path)):
-        if key in POSITIVE and value < 1:
+    numbers = list(_numbers(read_json(path)))
+    latent = any(key == LATENT for key, _ in numbers)
+    positive = POSITIVE - {"head_dim"} if latent else POSITIVE
+    for key, value in numbers:
+        if key in positive and value < 1:
             raise UserError(f"{path} has {key} = {value}, not above 0; it is damaged or no model's")
         for bound in (LAYERS, EXPERTS, SIZES):
             if bound.pattern.search(key.lower()):

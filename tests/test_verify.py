@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from lowbit.calib.config_sizes import check_sizes
+from lowbit.kernels.errors import UserError
 from lowbit.kernels.packing import pack_bits
 from lowbit.quantize import verify
 from lowbit.quantize.checkpoint.layouts.awq import unpack_interleaved
@@ -355,6 +357,15 @@ def test_the_guide_lists_every_class() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "verify.md").read_text()
     for fault, (severity, consequence) in FAULTS.items():
         assert f"| {fault} | {severity} | {consequence} |" in guide, fault
+
+
+def test_latent_attention_may_rotate_no_part_of_a_head(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 0, "qk_rope_head_dim": 0, "num_local_experts": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "qk_nope_head_dim": 16}))
+    check_sizes(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(UserError, match="head_dim = 0"):
+        check_sizes(tmp_path / "config.json")
 
 
 def test_a_quantized_linear_of_no_size_is_a_fault(
