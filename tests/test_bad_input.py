@@ -118,7 +118,7 @@ UNFIT: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "other shapes": (config(intermediate_size=160), ("(96, 64)", "(160, 64)", "config.json")),
     "field of a wrong type": (config(hidden_size="many"), ("config.json", "hidden_size", "'many'")),
     "field out of range": (config(hidden_size=-64), ("config.json", "-64")),
-    "no heads": (config(num_attention_heads=0), ("config.json", "zero")),
+    "no heads": (config(num_attention_heads=0), ("config.json", "num_attention_heads = 0")),
     "unknown model type": (config(model_type="nonsuch"), ("config.json", "nonsuch")),
     "needs code of its own": (config(**CUSTOM_CODE), ("config.json", "custom code")),
     "no tokenizer": (
