@@ -80,7 +80,7 @@ class LayerWorker(Wants, Protocol):
 
         targets: the layer's outputs in the float model, where no layer before is quantized.
         """
-        raise NotImplementedError
+        raise AssertionError("called for workers of whole layers alone, which define it")
 
     def quantized_inputs(self, layer_name: str, layer: nn.Module) -> AbstractContextManager[None]:
         """While open, a linear that is quantized rounds its input where its scheme says so."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...calib.layer_loop import run_layers
 from ...calib.layer_worker import InputGroup, LayerWorker
-from ...calib.model import LayerCall, LayeredModel
+from ...calib.model import LayeredModel
 from ...calib.statistics import InputShift
 from ...kernels.errors import UserError
 from ...kernels.names import names_in_model
@@ -126,16 +126,6 @@ class BlockWorker(LayerWorker):
                 continue
             for name in names:
                 self._round(name, group)
-
-    def quantize_layer(
-        self,
-        layer_name: str,
-        layer: nn.Module,
-        groups: list[InputGroup],
-        calls: list[LayerCall],
-        targets: list[Tensor],
-    ) -> None:
-        raise NotImplementedError("linears are quantized as they are handed over")
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
         self._dropped = len(dropped)

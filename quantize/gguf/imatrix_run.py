@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ...calib.layer_loop import run_layers
-from ...calib.layer_worker import InputGroup, LayerTransform
-from ...calib.model import LayerCall, LayeredModel
+from ...calib.layer_worker import InputGroup, LayerWorker
+from ...calib.model import LayeredModel
 from ...calib.statistics import SquareSum
 from ...calib.text import Text
 from ...kernels.device import resolve_device
@@ -48,44 +47,24 @@ class Settings(NamedTuple):
     device: str = "auto"
 
 
-class SquareCollector:
-    """A LayerWorker that keeps the sums of squares of what the linears `names` read, and changes
-    nothing."""
-
-    transforms: Sequence[LayerTransform] = ()
-    whole_layers = False
-    needs = frozenset({"square_sum"})
+class SquareCollector(LayerWorker):
+    """Keeps the sums of squares of what the linears `names` read, and changes nothing."""
 
     def __init__(self, names: set[str]) -> None:
         self._names = names
         self.seen: dict[str, SquareSum] = {}
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"square_sum"})
+
     def wants(self, name: str) -> bool:
         return name in self._names
-
-    def begin(self, layer_name: str, layer: nn.Module) -> None:
-        pass
-
-    def peers(self, names: list[str]) -> list[list[str]]:
-        return [[name] for name in names]
 
     def quantize(self, group: InputGroup) -> None:
         statistic = group.statistics.get("square_sum")
         for name, linear in group.linears.items():
             self.seen[name] = statistic or SquareSum(linear.in_features)
-
-    def quantize_layer(
-        self,
-        layer_name: str,
-        layer: nn.Module,
-        groups: list[InputGroup],
-        calls: list[LayerCall],
-        targets: list[Tensor],
-    ) -> None:
-        raise NotImplementedError
-
-    def quantized_inputs(self, layer_name: str, layer: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
         pass
