@@ -48,7 +48,6 @@ from .sizes import MAX_SHARD_SIZE, parse_size
 from .spec import QuantSpec
 
 PLAIN = "plain"
-MAPPED_BYTES = 1 << 28  # what is read before file maps, which count as resident memory, are dropped
 Say = Callable[[str], None]
 
 
@@ -199,10 +198,6 @@ class _Mover:
         stored = self._target.compress(module, moved, conversion.scheme)
         return stored | self._input_scale(module, conversion)
 
-    def release(self) -> None:
-        """Give back what file maps hold."""
-        self._checkpoint.shards.close()
-
     def _stored_scale(self, module: str) -> torch.dtype:
         assert self._checkpoint.layout is not None
         leaf = self._checkpoint.layout.scale_leaf
@@ -264,7 +259,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _fill(jobs: list[_Job], mover: _Mover, output: StreamOutput) -> None:
-    total, mapped = sum(s.nbytes for job in jobs for s in job.slots), 0
+    total = sum(s.nbytes for job in jobs for s in job.slots)
     with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None) as bar:
         for job in jobs:
             if job.raw is not None:
@@ -274,12 +269,7 @@ def _fill(jobs: list[_Job], mover: _Mover, output: StreamOutput) -> None:
                 for name, tensor in mover.tensors(job.module).items():
                     output.append(name, tensor_bytes(tensor))
             output.finish(job.slots[0].name)
-            nbytes = sum(s.nbytes for s in job.slots)
-            mapped += nbytes
-            if mapped > MAPPED_BYTES:
-                mover.release()
-                mapped = 0
-            bar.update(nbytes)
+            bar.update(sum(s.nbytes for s in job.slots))
     output.close()
 
 

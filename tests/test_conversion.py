@@ -11,7 +11,7 @@ import pytest
 import torch
 from lowbit.evals.speed import peak_memory
 from lowbit.kernels.errors import UserError
-from lowbit.quantize import conversion, convert
+from lowbit.quantize import convert
 from lowbit.quantize.checkpoint.kv_config import read_kv_storage
 from lowbit.quantize.checkpoint.layouts import LAYOUTS, NATIVE
 from lowbit.quantize.checkpoint.load import Checkpoint
@@ -312,7 +312,7 @@ def test_the_command(made: dict[str, Path], command: Commands, tmp_path: Path) -
 @pytest.mark.skipif(sys.platform != "linux", reason="a peak is measured anew through /proc")
 def test_one_linear_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """96 MB of tensors, converted in a third of that."""
-    monkeypatch.setattr(conversion, "MAPPED_BYTES", 1 << 22)
+    monkeypatch.setattr("lowbit.calib.shards.MAPPED_BYTES", 1 << 22)
     scheme = scheme_from_name("W4A16_ASYM")
     generator = torch.Generator().manual_seed(0)
     tensors = {"model.embed_tokens.weight": torch.zeros(24 * 1024, 1024).bfloat16()}

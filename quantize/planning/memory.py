@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...calib.memory import HEAP_BYTES
+from ...calib.shards import MAPPED_BYTES
 from ..recipe import Recipe
 from .rates import solved_by_gptq
 from .work import Problem, Work
@@ -24,7 +25,6 @@ MOMENTS = 1.3  # square matrices of an input's width beside its second moments: 
 SOLVED_BYTES = 10  # of each weight that is solved: master, transposed copy, codes
 REFINED_BYTES = 16  # more of each that is refined: codes, gap, its product with the Hessian
 LEAN_BYTES = 10  # of each weight that is rounded: master, codes, value
-MAPPED_BYTES = 1 << 28  # of the model's files that are resident at once: then maps are dropped
 LIBRARY_BYTES = 150 << 20  # code and buffers of torch's kernels, resident once they have run
 HEAD_COPIES = 5  # of a head in float32 while it is quantized
 TEMPORARIES = 4  # copies of a batch's widest activations while a layer runs
