@@ -19,7 +19,7 @@ from torch import Tensor
 from ..calib.model import LayeredModel, forward_layer
 from ..calib.shards import Shards, TensorSource
 from ..kernels.errors import UserError
-from .checkpoint.files import fsync_folder, write_text
+from .checkpoint.files import fsync_path, write_text
 from .checkpoint.load import read_config
 from .checkpoint.manifest import write_manifest
 from .checkpoint.raw import write_shards
@@ -118,7 +118,7 @@ def write_rotated(
         text = json.dumps(config, indent=2) + "\n"
         known["config.json"] = write_text(assembled / "config.json", text)
         write_manifest(assembled, known)
-        fsync_folder(assembled)
+        fsync_path(assembled)
         put_in_place(assembled, out)
     return source
 

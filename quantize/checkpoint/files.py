@@ -1,7 +1,7 @@
 """Files that are on disk once they are said to be, and hashed while they are written.
 
 A file's bytes are fsynced before the function that writes it returns; a folder's entries are when
-`fsync_folder` does. Renaming a file or a folder afterwards publishes it whole or not at all.
+`fsync_path` does. Renaming a file or a folder afterwards publishes it whole or not at all.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(nbytes, digest.hexdigest())
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the folder's entries durable (a rename is, once its folder is synced)."""
-    fd = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes or a folder's entries durable: a rename is, once its folder is synced."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

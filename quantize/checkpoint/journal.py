@@ -20,7 +20,7 @@ from torch import Tensor
 from ...calib.safe_files import INDEX, read_json_object
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
-from .files import fsync_folder, write_text
+from .files import fsync_path, write_text
 from .raw import RawTensor, raw_tensors, write_tensors
 from .workspace import (
     JOURNAL,
@@ -193,4 +193,4 @@ def _replace(path: Path, write: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     os.replace(temporary, path)
-    fsync_folder(path.parent)
+    fsync_path(path.parent)

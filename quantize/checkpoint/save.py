@@ -17,7 +17,7 @@ from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from ...kernels.finite import all_finite
 from ..spec import KVSpec, LayerScheme
-from .files import FileRecord, fsync_folder, write_text
+from .files import FileRecord, fsync_path, write_text
 from .journal import Journal
 from .kv_config import with_kv_cache
 from .layouts import NATIVE, Layout
@@ -150,7 +150,7 @@ def complete_checkpoint(
     for name, value in files.items():
         known[name] = write_text(folder / name, json.dumps(value, indent=2) + "\n")
     write_manifest(folder, known)
-    fsync_folder(folder)
+    fsync_path(folder)
     put_in_place(folder, out)
 
 
@@ -162,7 +162,7 @@ def put_in_place(folder: Path, out: Path) -> None:
             shutil.rmtree(old)
         os.replace(out, old)
     os.replace(folder, out)
-    fsync_folder(out.absolute().parent)
+    fsync_path(out.absolute().parent)
 
 
 def _all_tensors(

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...calib.safe_files import DamagedFile, lies_in
 from ...calib.shards import INDEX
 from ...kernels.errors import UserError
-from .files import FileRecord, copy_file, fsync_folder
+from .files import FileRecord, copy_file, fsync_path
 from .manifest import MANIFEST
 
 REPORT = "quantization_report.json"
@@ -49,7 +49,7 @@ def copy_side_files(source: Path, folder: Path) -> dict[str, FileRecord]:
         else:
             copied[name] = copy_file(source / name, folder / name)
     for inner in reversed(made):
-        fsync_folder(inner)
+        fsync_path(inner)
     return copied
 
 

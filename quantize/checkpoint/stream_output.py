@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .files import fsync_folder, synced
+from .files import fsync_path, synced
 from .raw import Entry, OpenShard
 
 FINISHED = "finished.txt"
@@ -30,7 +30,7 @@ class StreamOutput:
             self._record.unlink(missing_ok=True)
         self.finished = frozenset(_whole_lines(self._record))
         self._shards = [OpenShard(self.folder / file, tensors) for file, tensors in shards.items()]
-        fsync_folder(self.folder)
+        fsync_path(self.folder)
         self._of = {
             t.name: s for s, ts in zip(self._shards, shards.values(), strict=True) for t in ts
         }

