@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from .command import Asked, Commands
 from .models import SENTENCE, deep_llama
 from .small_disk import SmallDisk
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU Triton kernels run in its interpreter, chosen as they are imported."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where tests of Triton kernels put their tensors: a GPU, or a CPU for the interpreter."""
+    pytest.importorskip("triton")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def kernel_dtypes(kernel_device: torch.device) -> tuple[torch.dtype, ...]:
+    """The float dtypes that kernels are right in there: the interpreter rounds bfloat16 wrongly."""
+    on_gpu = (torch.bfloat16,) if kernel_device.type == "cuda" else ()
+    return torch.float16, *on_gpu
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,86 @@
+"""What a case is: an op, one of its shipped configurations, operands of some shape, its bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Size = Literal["small", "real"]
+Operands = dict[str, Tensor | None]
+Results = Tensor | tuple[Tensor, ...]
+
+
+class Maker:
+    """Makes operands: random ones on a device, or ones without memory on "meta"."""
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self.device = torch.device(device)
+        self._generator = None
+        if self.device.type != "meta":
+            self._generator = torch.Generator(device=self.device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float16, std: float = 1.0) -> Tensor:
+        """Normal numbers, rounded to `dtype`."""
+        x = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return x.normal_(0.0, std, generator=self._generator).to(dtype)
+
+    def uniform(
+        self, *shape: int, low: float, high: float, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Even numbers from low to high, rounded to `dtype`."""
+        x = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return x.uniform_(low, high, generator=self._generator).to(dtype)
+
+    def integers(self, *shape: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        """Whole numbers, low <= n < high."""
+        x = torch.empty(shape, dtype=torch.int64, device=self.device)
+        return x.random_(low, high, generator=self._generator).to(dtype)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What the audit holds a case to.
+
+    once: operands of which at most 1.02 of their bytes are moved (each read or written once).
+    wide: operands whose every load must be 128 bits, or a bulk copy.
+    tensor_cores: what the multiplying is done in; None for ops that multiply no matrices.
+    unpacked: the operand that holds packed codes, and how many codes; its conversions and logic
+        instructions are counted per code.
+    max_logic: how many logic instructions a code may take; None: reported only.
+    """
+
+    once: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    tensor_cores: Literal["fp16", "int8", "fp8", "fp4"] | None = None
+    unpacked: tuple[str, int] | None = None
+    max_logic: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with one shipped configuration on operands of one shape.
+
+    make: the operands, by name. run: the op on them, which goes through `launch.launch` and
+    allocates its own outputs. reference: the same by plain torch in float64.
+    tolerance: of ||run - reference|| / ||reference||, for each result.
+    operations: multiplications and additions of the op's definition.
+    targets: those that this configuration is shipped for; empty for all ("cuda:80", "hip:gfx942").
+    """
+
+    op: str
+    label: str
+    make: Callable[[Maker], Operands]
+    run: Callable[[Operands], Results]
+    reference: Callable[[Operands], Results]
+    tolerance: float
+    bars: Bars = Bars()
+    operations: int = 0
+    targets: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.label}"
