@@ -17,7 +17,8 @@ from lowbit.quantize.gguf.architectures import ARCHITECTURES, LLAMA
 from lowbit.quantize.gguf.blocks import CODECS
 from lowbit.quantize.gguf.hparams import Hyperparameters
 from lowbit.quantize.gguf.rope import Rope
-from lowbit.quantize.gguf.writer import Planned, cut, parse_size, part_paths, writing
+from lowbit.quantize.gguf.writer import Planned, cut, part_paths, writing
+from lowbit.quantize.sizes import parse_size
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -245,11 +246,18 @@ def test_parts_are_filled_in_order() -> None:
     assert part_paths(Path("m.gguf"), 1) == [Path("m.gguf")]
 
 
-def test_sizes_are_read() -> None:
-    assert [parse_size(t) for t in ("300", "5K", "7m", "2G")] == [300, 5000, 7000000, 2000000000]
-    for text in ("", "0", "2T", "-1", "1.5G", "G"):
-        with pytest.raises(UserError, match="is no size"):
-            parse_size(text)
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("300", 300), ("5K", 5000), ("7mb", 7000000), ("2G", 2 * 10**9), ("1.5GiB", 3 << 29)],
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--split-max-size") == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "2X", "-1", "G"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--split-max-size must be"):
+        parse_size(text, "--split-max-size")
 
 
 def test_names_that_llama_cpp_has_no_room_for_are_refused(tmp_path: Path) -> None:

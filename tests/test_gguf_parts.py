@@ -104,3 +104,27 @@ def test_old_parts_are_kept_unless_told(made: tuple[Path, ExportReport], tmp_pat
         source, tmp_path / "m.gguf", "F16", split_max_size=SIZE, overwrite=True, progress=False
     )
     assert {p.name for p in tmp_path.iterdir()} == before.keys()
+
+
+def test_another_number_of_parts_replaces_all_old_ones(
+    made: tuple[Path, ExportReport], tmp_path: Path
+) -> None:
+    source, out, bystander = made[0] / "model", tmp_path / "m.gguf", tmp_path / "mm.gguf"
+    bystander.write_bytes(b"GGUF")
+
+    def files(limit: int | None, overwrite: bool = True) -> set[str]:
+        options = {"split_max_size": limit, "overwrite": overwrite, "progress": False}
+        export_gguf(source, out, "F16", **options)
+        return {p.name for p in tmp_path.iterdir()} - {bystander.name}
+
+    first = files(SIZE)
+    with pytest.raises(UserError, match="00001-of-.* exists"):
+        files(None, overwrite=False)
+    second = files(3 * SIZE)
+    assert 1 < len(second) < len(first)
+    assert not first & second
+    assert files(None) == {out.name}
+    with pytest.raises(UserError, match="m.gguf exists"):
+        files(SIZE, overwrite=False)
+    assert files(SIZE) == first
+    assert bystander.exists()

@@ -53,7 +53,7 @@ def export(
     ] = None,
     split_max_size: Annotated[
         str | None,
-        typer.Option(help="Cut into parts of at most so many bytes of tensors: 500M, 2G, ..."),
+        typer.Option(help="Cut into parts of at most so many bytes of tensors: 500MB, 2G, ..."),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
@@ -77,13 +77,13 @@ def export(
     from ..gguf.imatrix import read_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model
     from ..gguf.type_plan import wish
-    from ..gguf.writer import parse_size
+    from ..sizes import parse_size
 
     check_apart(out, model, *([] if imatrix in (None, "auto") else [imatrix]))
     wish(file_type, pure, tensor_type or ())
     if method == "round" and imatrix != "auto" and calib != Calibration.source:
         say(f"--method round needs no data: the calibration text '{calib}' is not read")
-    part = None if split_max_size is None else parse_size(split_max_size)
+    part = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     folder = model_path(model)
     settings = Settings(calib, samples, seq_len)
     weights = None

@@ -8,7 +8,6 @@ the metadata, each says which one it is, and the first gets its name last.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -23,10 +22,7 @@ from ..checkpoint.files import explained, fsync_path
 from ..checkpoint.workspace import workspace
 from .blocks import Codec
 from .container import LONGEST_NAME
-from .reader import MOST_PARTS
-
-SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+from .reader import MOST_PARTS, PART
 
 
 class UInt16(int):
@@ -153,12 +149,14 @@ def part_paths(out: Path, count: int) -> list[Path]:
     return [out.with_name(f"{stem}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500M, 2G or 300000000; UserError for anything else."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None or not int(match[1]):
-        raise UserError(f"'{text}' is no size: give bytes, or a number with K, M or G such as 2G")
-    return int(match[1]) * UNITS[match[2].upper()]
+def earlier_output(out: Path) -> set[Path]:
+    """The files that `out` was written to before, in one or in any number of parts."""
+    stem = out.name.removesuffix(".gguf")
+    found = {out} if out.exists() else set()
+    if out.parent.is_dir():
+        parts = ((path, PART.fullmatch(path.name)) for path in out.parent.iterdir())
+        found |= {path for path, part in parts if part is not None and part[1] == stem}
+    return found
 
 
 def start_file(
@@ -203,26 +201,28 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 @contextmanager
 def replacing(out: Path, names: list[str], overwrite: bool) -> Iterator[Path]:
     """A folder on the disk of `out` for the files `names`, which are synced and moved beside `out`
-    on success, the first one last, and thrown away otherwise.
+    on success, the first one last, and thrown away otherwise. What `out` was before, in whatever
+    number of parts, is then gone.
 
-    UserError when one exists and `overwrite` is not given, or another process is writing `out`.
+    UserError when that exists and `overwrite` is not given, or another process is writing `out`.
     """
     paths = [out.with_name(name) for name in names]
-    for path in (out, *paths):
+    earlier = sorted(earlier_output(out).union(p for p in paths if p.exists()))
+    for path in (out, *paths, *earlier):
         if path.is_dir():
             raise UserError(f"{path} is a folder; give the name of a file, such as model.gguf")
-    for path in paths:
-        if path.exists() and not overwrite:
-            raise UserError(f"{path} exists; give another name or --overwrite")
+    if earlier and not overwrite:
+        raise UserError(f"{earlier[0]} exists; give another name or --overwrite")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with workspace(out) as folder:
             yield folder
             for path in paths:
                 fsync_path(folder / path.name)
-            if len(paths) > 1 and paths[0].exists():  # else it would stand before parts not its own
-                paths[0].unlink()
-                fsync_path(out.parent)
+            for path in earlier:  # a first part would stand before parts not its own
+                if path != paths[0] or len(paths) > 1:
+                    path.unlink()
+            fsync_path(out.parent)
             for path in reversed(paths):
                 os.replace(folder / path.name, path)
             fsync_path(out.parent)
