@@ -11,13 +11,13 @@ rounded once to the dtype that config.json names; of the 8 bits of a bfloat16's 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..calib.model import LayeredModel, load_config
-from ..calib.shards import Shards, TensorInfo
+from ..calib.shards import Shards, TensorInfo, TensorSource
 from ..kernels.affine import dequantize_affine
 from ..kernels.errors import UserError
 from .checkpoint.ct_config import scheme_for_module, schemes_from_config
@@ -61,36 +61,45 @@ def is_fp8(quantization: dict[str, Any] | None) -> bool:
     return False
 
 
+class RowSource(TensorSource, Protocol):
+    """Tensors that rows can be read from."""
+
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
 class FP8Source:
     """The tensors of an FP8 checkpoint as `calib.shards.Shards` hands out a model's.
 
-    `info` has the dequantized weights' dtype and shape; scales have no name. Raises UserError as
-    Shards does, for an FP8 weight without a scale, and when a scale does not fit its weight.
+    `info` has the dequantized weights' dtype and shape; scales have no name. `scales`: weight ->
+    its scale. Raises UserError as Shards does, for an FP8 weight without a scale, and when a scale
+    does not fit its weight.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stored: RowSource | None = None) -> None:
+        """stored: the tensors as they are, where they are open already."""
         self.folder = Path(folder)
-        self._shards = Shards(self.folder)
+        self._stored: RowSource = Shards(self.folder) if stored is None else stored
         config = read_config(self.folder)
         dtype = model_dtype(config)
-        stored = self._shards.info
-        self._scales = {
+        info = self._stored.info
+        self.scales = {
             f"{module}.weight": name
-            for name in stored
+            for name in info
             for module, _, leaf in [name.rpartition(".")]
             if leaf in SCALES
         }
-        bare = [n for n, i in stored.items() if _is_fp8(i.dtype) and n not in self._scales]
-        odd = [n for n in self._scales if n not in stored or not _is_fp8(stored[n].dtype)]
+        bare = [n for n, i in info.items() if _is_fp8(i.dtype) and n not in self.scales]
+        odd = [n for n in self.scales if n not in info or not _is_fp8(info[n].dtype)]
+        odd += [n for n in self.scales if n in info and len(info[n].shape) != 2]
         if bare or odd:
             raise UserError(
-                f"{self.folder}: '{(bare or odd)[0]}' is not an FP8 weight beside its scale, which "
+                f"{self.folder}: '{(bare or odd)[0]}' is no FP8 matrix beside its scale, which "
                 "config.json promises; download the model again"
             )
-        self._specs = _specs([w.removesuffix(".weight") for w in self._scales], config, folder)
+        self._specs = _specs([w.removesuffix(".weight") for w in self.scales], config, folder)
         self.info: dict[str, TensorInfo] = {
-            name: info._replace(dtype=dtype) if name in self._scales else info
-            for name, info in stored.items()
+            name: i._replace(dtype=dtype) if name in self.scales else i
+            for name, i in info.items()
             if name.rpartition(".")[2] not in DROPPED
         }
 
@@ -102,38 +111,46 @@ class FP8Source:
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         """The tensor `name`, in the dtype that `info` names."""
-        if name not in self._scales:
-            return self._shards.get(name, device)
+        if name not in self.scales:
+            return self._stored.get(name, device)
         return self._dequantized(name, 0, self.info[name].shape[0], device)
 
     def get_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Entries `start` to `stop` of the first axis of the tensor `name`."""
-        if name not in self._scales:
-            return self._shards.get_rows(name, start, stop)
+        if name not in self.scales:
+            return self._stored.get_rows(name, start, stop)
         return self._dequantized(name, start, min(stop, self.info[name].shape[0]), "cpu")
 
     def close(self) -> None:
-        self._shards.close()
+        self._stored.close()
+
+    def check_scale(self, name: str) -> None:
+        """UserError where the scale of the weight `name` is not one of finite numbers for it."""
+        self._scale(name, "cpu")
 
     def _dequantized(self, name: str, start: int, stop: int, device: str | torch.device) -> Tensor:
+        spec, scale = self._specs[name], self._scale(name, device)
+        tall = spec.block[0] if spec.block else 1
+        first = start // tall * tall  # a block's scale counts from its first row
+        if len(scale) > 1:
+            scale = scale[first // tall : -(-stop // tall)]
+        codes = self._stored.get_rows(name, first, stop).to(device)
+        values = dequantize_affine(codes, scale, None, self.info[name].dtype, spec.block)
+        return values[start - first :]
+
+    def _scale(self, name: str, device: str | torch.device) -> Tensor:
         rows, columns = self.info[name].shape
         spec = self._specs[name]
-        scale = self._shards.get(self._scales[name], device).float()
+        scale = self._stored.get(self.scales[name], device).float()
         expected = spec.scale_shape(rows, columns)
         if isinstance(spec.granularity, TensorWise) and scale.numel() == 1:
             scale = scale.reshape(1, 1)
         if tuple(scale.shape) != expected or not torch.isfinite(scale).all():
             raise UserError(
-                f"{self.folder}: '{self._scales[name]}' has shape {tuple(scale.shape)}, expected "
+                f"{self.folder}: '{self.scales[name]}' has shape {tuple(scale.shape)}, expected "
                 f"{expected} finite numbers; download the model again"
             )
-        tall = spec.block[0] if spec.block else 1
-        first = start // tall * tall  # a block's scale counts from its first row
-        if len(scale) > 1:
-            scale = scale[first // tall : -(-stop // tall)]
-        codes = self._shards.get_rows(name, first, stop).to(device)
-        values = dequantize_affine(codes, scale, None, self.info[name].dtype, spec.block)
-        return values[start - first :]
+        return scale
 
 
 def _is_fp8(dtype: torch.dtype) -> bool:
@@ -154,6 +171,10 @@ def _specs(modules: list[str], config: dict[str, Any], folder: Path) -> dict[str
     quantization = config["quantization_config"]
     if quantization["quant_method"] == "fp8":
         size = quantization.get("weight_block_size", (128, 128))
+        if size and not (isinstance(size, list | tuple) and len(size) == 2):
+            raise UserError(
+                f"{folder}: weight_block_size must be null or two numbers, got {size!r}"
+            )
         spec = QuantSpec(8, "float", Block(*size) if size else TensorWise())
         return {f"{module}.weight": spec for module in modules}
     groups = schemes_from_config(quantization, folder)

@@ -237,10 +237,42 @@ CONFIG_CASES = [
     Case("awq", tensors(lambda t: [[t.pop(f"{Q}.{x}") for x in ("qweight", "qzeros", "scales")],
          t.update({f"{Q}.weight": torch.randn(64, 64)})]), "targeted, not quantized", Q),
     Case("w4", config(model_type="nonsuch"), "model unknown", "config.json"),
+    *(Case(whole, lambda f, key=key: change_json(f / "config.json", lambda c: c.pop(key)),
+           "config missing key", "config.json")
+      for whole, key in product(("plain", "w4"), ("model_type", "architectures"))),
+    Case("w4", quantization(lambda q: q.update(quantization_status="zipped")), "config",
+         "quantization_status"),
+    Case("w4", quantization(lambda q: q.update(quantization_status="frozen")),
+         "quantization status", "quantization_status"),
+    Case("w4", quantization(lambda q: q.pop("quantization_status")), "quantization status",
+         "quantization_status"),
+    *(Case(whole, group(format=wrong), "config", "group_0.format") for whole, wrong in (
+        ("w4", "int-quantized"), ("w4", "float-quantized"), ("w4a8", "pack-quantized"),
+        ("fp8", "int-quantized"), ("mxfp4", "nvfp4-pack-quantized"))),
+    Case("w4", quantization(lambda q: q.update(format="int-quantized")), "config", "config.format"),
+    *(Case("w4", quantization(lambda q, rule=rule: q["ignore"].append(rule)),
+           "left alone, but quantized", Q) for rule in (Q, "re:.*q_proj", "Linear")),
+    Case("awq", quantization(lambda q: q.update(modules_to_not_convert=["q_proj"])),
+         "left alone, but quantized", Q),
+    *(Case(whole, quantization(lambda q: q.update(modules_to_not_convert=["model.layers.0"])),
+           "left alone, but quantized", Q) for whole in ("hf fp8", "hf fp8 tensors")),
+    Case("awq", quantization(lambda q: q.update(zero_point=False)), "config", "zero_point"),
+    Case("hf fp8 tensors", quantization(lambda q: q.update(activation_scheme="none")), "config",
+         "activation_scheme"),
+    *(Case("hf fp8 tensors", quantization(lambda q, size=size: q.update(weight_block_size=size)),
+           fault, where) for size, fault, where in (
+        ([128], "config", "quantization_config"), (5, "config", "quantization_config"),
+        ([16, 16], "shape", f"{Q}.weight_scale"))),
+    *(Case(whole, lambda f: None, "reader limit", "proj")
+      for whole in ("w3", "w8", "fp8", "gptq asymmetric", "gptq act order", "padded")),
     *(Case(whole, config(**{size: 0}), "config", "config.json")
       for whole, size in product(("plain", "w4", "awq"), SIZES)),
 ]  # fmt: skip
 TENSOR_CASES = [
+    *(Case("hf fp8 tensors", without(f"{Q}.{leaf}"), fault, where) for leaf, fault, where in (
+        ("weight_scale", "config", "quantization_config"),
+        ("input_scale", "missing tensor", f"{Q}.input_scale"),
+        ("weight", "config", "quantization_config"))),
     Case("plain", without("model.norm.weight"), "missing tensor", "model.norm.weight"),
     Case("plain", config(tie_word_embeddings=False), "missing tensor", "lm_head.weight"),
     Case("plain", config(num_hidden_layers=3), "missing tensor", "model.layers.2."),
@@ -277,6 +309,16 @@ VALUE_CASES = [
     Case("w4", filled(f"{Q}.weight_scale", float("nan")), "scale not finite", f"{Q}.weight_scale"),
     Case("gptq", filled(f"{Q}.scales", float("inf")), "scale not finite", f"{Q}.scales"),
     Case("mxfp4", filled(f"{Q}.weight_scale", 255), "scale not finite", f"{Q}.weight_scale"),
+    *(Case(whole, filled(name, 1e30), "value too large", where) for whole, name, where in (
+        ("w4", f"{Q}.weight_scale", Q), ("mixed", f"{Q}.weight_scale", Q),
+        ("fp8", f"{Q}.weight_scale", Q), ("hf fp8", f"{Q}.weight_scale_inv", Q),
+        ("hf fp8 tensors", f"{Q}.weight_scale", Q), ("w8a8 static", f"{Q}.input_scale", "input_"),
+        ("hf fp8 tensors", f"{Q}.input_scale", "input_scale"),
+        ("cache", "model.layers.0.self_attn.v_scale", "v_scale"),
+        ("plain", "model.norm.weight", "model.norm.weight"), ("w4", EMBEDDING, EMBEDDING))),
+    Case("mxfp4", filled(f"{Q}.weight_scale", 200), "value too large", Q),
+    Case("gptq act order", quantization(lambda q: q.update(desc_act=False)), "g_idx order",
+         f"{Q}.g_idx"),
     Case("w4", filled(f"{Q}.weight_scale", 0.0), "scale zero", Q),
     Case("awq", filled(f"{Q}.scales", 0.0), "scale zero", Q),
     Case("w8a8 static", filled(f"{Q}.input_scale", -1.0), "scale not positive", "input_scale"),
@@ -297,6 +339,7 @@ VALUE_CASES = [
     Case("gptq", labelled("gptq_v2"), "GPTQ label", "config.json"),
     Case("awq", tensors(in_plain_order("qweight")), "AWQ order", "qweight"),
     Case("awq", tensors(in_plain_order("qzeros")), "AWQ order", "qzeros"),
+    Case("hf fp8 tensors", everywhere(".input_scale", 1.0), "uncalibrated scales", "input_scale"),
     Case("fp8", everywhere(".weight_scale", 1.0), "uncalibrated scales", "weight_scale"),
     Case("fp8", everywhere(".input_scale", 1.0), "uncalibrated scales", "input_scale"),
     Case("cache", everywhere(".k_scale", 1.0), "uncalibrated scales", "k_scale"),
@@ -306,6 +349,13 @@ SIDE_CASES = [
     Case("plain", lambda f: [p.unlink() for p in f.glob("tokenizer*")], "tokenizer absent", "tok"),
     Case("plain", lambda f: change_json(f / "tokenizer.json", lambda t: t["model"]["vocab"].update(
         zz=999)), "tokenizer size", "tokenizer.json"),
+    Case("plain", lambda f: change_json(f / "tokenizer.json", lambda t: t["model"].update(
+        merges=[["q", "nonsuch"]])), "tokenizer damaged", "tokenizer.json"),
+    Case("plain", write("tokenizer.json", "{}"), "tokenizer damaged", "tokenizer.json"),
+    *(Case("plain", lambda f, file=file, value=value: change_json(
+        f / file, lambda c: c.update(eos_token_id=value)), "token id", file)
+      for file, value in product(("config.json", "generation_config.json"),
+                                 (9999, -1, [1, 9999], "</s>", True))),
     Case("plain", chat_tokens, "chat template absent", "chat_template.jinja"),
     Case("plain", removed("generation_config.json"), "generation config absent", "generation"),
     Case("plain", config(auto_map={"AutoModel": "code.Model"}), "custom code lost", "code.py"),

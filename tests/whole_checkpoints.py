@@ -123,6 +123,23 @@ def padded(base: Path, out: Path) -> Path:
     return quantize_folder(out.with_name("padded-base"), out, "W5A16", group_size=24)
 
 
+def fp8_by_tensor(base: Path, out: Path) -> Path:
+    """FP8 with one scale a weight and static scales of inputs, as Hugging Face's layout has them
+    beside that of blocks."""
+    shutil.copytree(base, out)
+    tensors = load_file(out / "model.safetensors")
+    for weight in [n for n in tensors if n.endswith("_proj.weight")]:
+        module = weight.removesuffix(".weight")
+        scale = tensors[weight].abs().max() / 448
+        tensors[weight] = (tensors[weight] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = scale.reshape(1)
+        tensors[f"{module}.input_scale"] = torch.tensor([4 / 448])
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    change_json(out / "config.json", lambda c: c.update(quantization_config=config))
+    return out
+
+
 def asymmetric_w4a8(base: Path, out: Path) -> Path:
     """Codes of 4 bits with zero-points, a byte each, since inputs are quantized too."""
     scheme = scheme_from_name("W4A8", 32)
@@ -139,20 +156,23 @@ WHOLE: dict[str, Callable[..., Path]] = {
     "w4 asymmetric": native("W4A16_ASYM"),
     "w4a8": native("W4A8"),
     "w8a8 static": native("W8A8_STATIC"),
-    "fp8": native("FP8"),
+    "fp8 dynamic": native("FP8_DYNAMIC"),
     "mxfp4": native("MXFP4"),
-    "mixed": native("W4A16", mixed={"down_proj": "W8A16"}),
+    "mixed": native("W4A16", mixed={"o_proj": "W4A16_ASYM"}),
     "cache": cached,
     "gptq": gptq(1),
-    "gptq asymmetric": gptq(1, symmetric=False),
-    "gptq act order": gptq(2, shuffled=True),
     "gptq v2": gptq(2),
     "awq": awq,
     "hf fp8": lambda base, out: packed(base, out, "fp8", scheme_from_name("FP8_BLOCK")),
+    "hf fp8 tensors": fp8_by_tensor,
     "w4a8 asymmetric": asymmetric_w4a8,
 }
 LIMITED: dict[str, Callable[..., Path]] = {  # whole, with a warning or a fault by what they are
     "w3": native("W3A16"),
+    "w8": native("W8A16"),
+    "fp8": native("FP8"),
+    "gptq asymmetric": gptq(1, symmetric=False),
+    "gptq act order": gptq(2, shuffled=True),
     "padded": padded,
     "uneven": native("W4A16", mixed={"0.self_attn.k_proj": "W8A16"}),
 }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...calib.safe_files import read_json_object
 from ...kernels.errors import UserError
-from ..checkpoint.ct_config import scheme_for_module, schemes_from_config
+from ..checkpoint.ct_config import format_of, schemes_from_config
 from ..checkpoint.kv_config import OWN_KEY
-from ..checkpoint.patterns import name_pattern
 from ..spec import LayerScheme
 from .findings import Finding, finding
 
@@ -34,7 +32,9 @@ NEEDED = {  # what vLLM asks of each method's config, in the names that it takes
 }
 BESIDE = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
 COMPARED = ("bits", "group_size", "sym", "desc_act", "checkpoint_format", "zero_point", "version")
-VLLM_WIDTHS = (4, 8)  # of packed whole numbers
+STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
+ACTIVATIONS = ("dynamic", "static")  # schemes of fine-grained FP8
+BY_NAME = ("model_type", "architectures")  # by which readers find the model's code
 
 
 def read_config_object(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
@@ -60,6 +60,9 @@ def examine_keys(folder: Path, config: Mapping[str, Any]) -> Iterator[Finding]:
             "config key ignored", f"config.json: {OWN_KEY}", "kv_cache_scheme",
             "a format of the cache that only lowbit knows",
         )  # fmt: skip
+    for key in BY_NAME:
+        if not config.get(key):
+            yield finding("config missing key", "config.json", key, sorted(config))
     quantization = config.get("quantization_config")
     if quantization is None:
         return
@@ -70,8 +73,66 @@ def examine_keys(folder: Path, config: Mapping[str, Any]) -> Iterator[Finding]:
             yield finding("config missing key", where, " or ".join(names), sorted(quantization))
     if method == "compressed-tensors":
         yield from _compressed_tensors_keys(quantization)
+    yield from _refused_values(method, quantization)
     if method in BESIDE and os.path.lexists(folder / BESIDE[method]):
         yield from _beside(folder, BESIDE[method], quantization)
+
+
+def _refused_values(method: str, quantization: Mapping[str, Any]) -> Iterator[Finding]:
+    """Values that the method's readers do not take."""
+    at = "config.json: quantization_config"
+    if method == "awq" and quantization.get("zero_point", True) is not True:
+        found = quantization["zero_point"]
+        yield finding("config", f"{at}.zero_point", "true: qzeros are stored, and read", found)
+    scheme = quantization.get("activation_scheme", ACTIVATIONS[0])
+    if method == "fp8" and scheme not in ACTIVATIONS:
+        expected = " or ".join(ACTIVATIONS)
+        yield finding("config", f"{at}.activation_scheme", expected, scheme)
+    if method == "compressed-tensors":
+        status = quantization.get("quantization_status")
+        where = f"{at}.quantization_status"
+        if status is not None and status not in STATUSES:
+            yield finding("config", where, f"one of {', '.join(STATUSES)}", status)
+        elif status != "compressed":
+            yield finding("quantization status", where, "compressed", status)
+
+
+def examine_formats(
+    folder: Path,
+    quantization: Mapping[str, Any],
+    schemes: Mapping[str, LayerScheme],
+    stored: Container[str],
+) -> Iterator[Finding]:
+    """What compressed-tensors' config calls the way in which linears are stored, against how they
+    are, told once a group. stored: names of the tensors."""
+    if quantization.get("quant_method") != "compressed-tensors":
+        return
+    at = "config.json: quantization_config"
+    packed = {(s, f"{m}.weight_packed" in stored) for m, s in schemes.items()}
+    groups, common = quantization["config_groups"], quantization.get("format")
+    every: set[str] = set()
+    named: set[str] = set()
+    for name, (_, scheme) in zip(
+        groups, schemes_from_config(dict(quantization), folder), strict=True
+    ):
+        right = {f for s, p in packed for f in _formats(s, p) if s == scheme}
+        said = str(groups[name].get("format") or common)
+        if right and said not in right:
+            yield finding("config", f"{at}.{name}.format", " or ".join(sorted(right)), said)
+        every |= right
+        named.add(said)
+    right = {"mixed-precision", *(every if len(named) == 1 else ())}
+    if every and common is not None and str(common) not in right:
+        yield finding("config", f"{at}.format", " or ".join(sorted(right)), common)
+
+
+def _formats(scheme: LayerScheme, packed: bool) -> tuple[str, ...]:
+    """What compressed-tensors calls a linear of `scheme`, its codes packed or a byte each."""
+    if scheme.weights.type == "int":
+        return ("pack-quantized",) if packed else ("int-quantized", "naive-quantized")
+    if scheme.weights.num_bits == 8 and scheme.weights.scale_dtype == "model":
+        return "float-quantized", "naive-quantized"
+    return (format_of(scheme),)
 
 
 def _compressed_tensors_keys(quantization: Mapping[str, Any]) -> Iterator[Finding]:
@@ -109,81 +170,3 @@ def _beside(folder: Path, name: str, quantization: Mapping[str, Any]) -> Iterato
     for key in COMPARED:
         if key in beside and key in quantization and beside[key] != quantization[key]:
             yield finding("configs disagree", f"{name}: {key}", quantization[key], beside[key])
-
-
-def examine_widths(schemes: Mapping[str, LayerScheme]) -> Iterator[Finding]:
-    """Widths that vLLM has no kernel for, each once."""
-    told: set[int] = set()
-    for module, scheme in schemes.items():
-        weights = scheme.weights
-        odd = weights.type == "int" and weights.num_bits not in VLLM_WIDTHS
-        if odd and weights.num_bits not in told:
-            told.add(weights.num_bits)
-            expected = " or ".join(f"{n} bits" for n in VLLM_WIDTHS)
-            yield finding("reader limit", module, expected, f"{weights.num_bits} bits")
-
-
-def left_quantized(
-    quantization: Mapping[str, Any], plain: Iterable[str], head: str | None, folder: Path
-) -> Iterator[Finding]:
-    """The linears among `plain`, stored as floats, that the config says are quantized.
-
-    head: the output linear, which GPTQ's, AWQ's and FP8's readers leave alone by themselves.
-    """
-    method = quantization.get("quant_method")
-    claims = CLAIMS.get(str(method))
-    if claims is None:
-        return
-    try:
-        claimed = claims(quantization, list(plain), head, folder)
-    except (UserError, re.error, AttributeError, TypeError) as e:
-        where = "config.json: quantization_config"
-        yield finding("config", where, "names and patterns of linears left alone", e)
-        return
-    for module in claimed:
-        yield finding(
-            "targeted, not quantized", f"{module}.weight", "codes, as config.json says",
-            "a float weight that config.json does not leave out",
-        )  # fmt: skip
-
-
-def _claimed_by_groups(
-    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
-) -> list[str]:
-    """compressed-tensors: what a group targets and `ignore` does not name."""
-    groups = schemes_from_config(dict(quantization), folder)
-    ignore = quantization.get("ignore") or []
-    left = [m for m in plain if not any(_names(str(t), m) for t in ignore)]
-    return [m for m in left if scheme_for_module(m, groups) is not None]
-
-
-def _names(target: str, module: str) -> bool:
-    """Whether a target of `ignore` is the linear, its class or a pattern of it."""
-    if target.startswith("re:"):
-        return name_pattern(target[3:]).match(module)
-    return target in (module, "Linear")
-
-
-def _claimed_but_listed(
-    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
-) -> list[str]:
-    """AWQ and fine-grained FP8: all but modules_to_not_convert, whose names may be parts."""
-    kept = [str(k) for k in quantization.get("modules_to_not_convert") or []]
-    return [m for m in plain if m != head and not any(k in m for k in kept)]
-
-
-def _claimed_but_excluded(
-    quantization: Mapping[str, Any], plain: list[str], head: str | None, folder: Path
-) -> list[str]:
-    """GPTQ: all but what `dynamic` excludes."""
-    dynamic = quantization.get("dynamic") or {}
-    excluded = [name_pattern(k.removeprefix("-:")) for k in dynamic if k.startswith("-:")]
-    return [m for m in plain if m != head and not any(p.match(m) for p in excluded)]
-
-
-CLAIMS: dict[str, Callable[[Mapping[str, Any], list[str], str | None, Path], list[str]]] = {
-    "compressed-tensors": _claimed_by_groups,
-    "awq": _claimed_but_listed,
-    "fp8": _claimed_but_listed,
-    "gptq": _claimed_but_excluded,
-}

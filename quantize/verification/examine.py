@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.errors import UserError
-from ..checkpoint.layouts import Layout, find_layout, layout_of
-from ..fp8_source import is_fp8
-from ..spec import LayerScheme
 from .against import TensorError, compare
-from .config import examine_keys, examine_widths, left_quantized, read_config_object
-from .findings import Finding, finding
+from .claims import examine_claims
+from .config import examine_formats, examine_keys, read_config_object
+from .findings import Finding
 from .gguf import examine_gguf
-from .peers import examine_cache, examine_peers, examine_ties
+from .opening import Opened, examine_fp8, open_quantized
+from .peers import examine_cache, examine_order, examine_peers, examine_ties
+from .readers import examine_readers
 from .side_files import examine_side_files
 from .stored import StoredTensors
 from .structure import examine_structure
@@ -25,7 +25,6 @@ from .tensors import (
     build_model,
     examine_linears,
     examine_names,
-    half_linears,
     plain_linears,
     wanted_tensors,
 )
@@ -79,12 +78,12 @@ def _verify_folder(folder: Path, base: Path | None) -> VerifyReport:
     structure = examine_structure(folder)
     config, found = read_config_object(folder)
     found = [*structure.findings, *found]
-    source = StoredTensors(folder, structure.headers)
-    if not config or not source.info:
-        return VerifyReport(folder, None, len(source.info), 0, _sorted(found))
+    stored = StoredTensors(folder, structure.headers)
+    if not config or not stored.info:
+        return VerifyReport(folder, None, len(stored.info), 0, _sorted(found))
     found += examine_keys(folder, config)
     found += examine_side_files(folder, config, base)
-    opened = _open_layout(config, source)
+    opened = open_quantized(config, stored)
     found += opened.findings
     model, told = build_model(folder, config, opened.source)
     found += told
@@ -93,82 +92,50 @@ def _verify_folder(folder: Path, base: Path | None) -> VerifyReport:
         wanted, told = wanted_tensors(opened.layout, opened.schemes, model)
         found += told
     found += _examine_headers(folder, config, opened, wanted, model)
-    found += _examine_contents(config, opened, wanted, model, found)
+    gathered = Gathered()
+    found += examine_fp8(config, opened, stored, gathered)
+    found += _examine_contents(opened, wanted, model, found, gathered)
+    found += [*examine_cache(config, stored, gathered), *gathered.findings()]
     errors: tuple[TensorError, ...] = ()
     if base is not None:
         compared = compare(folder, base, opened.layout, opened.schemes, model)
         errors = compared.errors
         found += compared.findings
-    name = "plain" if config.get("quantization_config") is None else None
-    layout = opened.layout.name if opened.layout is not None else name
-    total = len(source.info)
-    return VerifyReport(folder, layout, total, len(opened.schemes), _sorted(found), errors)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """The quantized part of a checkpoint. broken: linears of which a part is missing; source: the
-    tensors without theirs."""
-
-    layout: Layout | None
-    schemes: Mapping[str, LayerScheme]
-    broken: set[str]
-    source: StoredTensors
-    findings: list[Finding]
-
-
-def _open_layout(config: Mapping[str, Any], source: StoredTensors) -> _Opened:
-    quantization = config.get("quantization_config")
-    if quantization is None or (find_layout(quantization) is None and is_fp8(quantization)):
-        return _Opened(None, {}, set(), source, [])
-    where = "config.json: quantization_config"
-    try:
-        layout = layout_of(quantization)
-    except UserError as e:
-        told = finding("layout", where, "a layout that lowbit reads", e)
-        return _Opened(None, {}, set(), source, [told])
-    broken, found = half_linears(layout, source)
-    lost = {f"{module}.{leaf}" for module in broken for leaf in layout.leaves}
-    left = source.without(lost)
-    try:
-        schemes = layout.schemes(quantization, left)
-    except UserError as e:
-        found.append(finding("config", where, "schemes that fit the tensors", e))
-        return _Opened(None, {}, broken, left, found)
-    actual, warning = layout.relabelled(schemes, left)
-    if warning is not None:
-        found.append(finding("GPTQ label", where, f"zero-points of {layout.name}", warning))
-    return _Opened(actual, schemes, broken, left, found)
+    total, quantized = len(stored.info), len(opened.linears)
+    return VerifyReport(folder, opened.name, total, quantized, _sorted(found), errors)
 
 
 def _examine_headers(
     folder: Path,
     config: Mapping[str, Any],
-    opened: _Opened,
+    opened: Opened,
     wanted: Mapping[str, Wanted],
     model: Model,
 ) -> Iterator[Finding]:
     yield from examine_linears(wanted, opened.schemes, model.source)
-    readable = opened.layout is not None or config.get("quantization_config") is None
-    if readable:
-        yield from examine_names(opened.layout, wanted, opened.broken, model)
+    if opened.name is None:
+        return
+    yield from examine_names(opened.layout, wanted, opened.broken, model)
+    if opened.name == "plain":
+        return
+    quantization, linears = config["quantization_config"], opened.linears | opened.broken
+    plain = plain_linears(model, linears)
+    yield from examine_claims(quantization, linears, plain, model.head, folder)
+    yield from examine_formats(folder, quantization, opened.schemes, opened.source)
+    yield from examine_order(quantization, opened.schemes, wanted, model.source)
+    yield from examine_peers(opened.schemes, plain, model.source)
     if opened.layout is not None:
-        yield from examine_widths(opened.schemes)
-        linears = {*opened.schemes, *opened.broken}
-        plain = plain_linears(model, linears)
-        yield from left_quantized(config["quantization_config"], plain, model.head, folder)
-        yield from examine_peers(opened.schemes, plain, model.source)
+        yield from examine_readers(opened.layout, opened.schemes, quantization)
 
 
 def _examine_contents(
-    config: Mapping[str, Any],
-    opened: _Opened,
+    opened: Opened,
     wanted: Mapping[str, Wanted],
     model: Model,
     before: list[Finding],
+    gathered: Gathered,
 ) -> Iterator[Finding]:
     """Every tensor's numbers, linear by linear, but those of linears with a fault before."""
-    gathered = Gathered()
     at_fault = {f.where for f in before if f.severity == "error"}
     done: set[str] = set()
     for module, linear in wanted.items():
@@ -180,9 +147,7 @@ def _examine_contents(
     for name in opened.source.names():
         if name not in done:
             yield from examine_plain(name, opened.source)
-    yield from examine_cache(config, model.source, gathered)
     yield from examine_ties(model)
-    yield from gathered.findings()
 
 
 def _sorted(found: list[Finding]) -> tuple[Finding, ...]:

@@ -77,8 +77,10 @@ CONFIG: dict[str, FaultClass] = {
     "config key ignored": _warning("transformers and vLLM do not know the key and go on without"),
     "config missing key": _error("vLLM stops: it wants the key"),
     "configs disagree": _error("GPTQModel reads the one file, transformers and vLLM the other"),
-    "reader limit": _warning("vLLM has no kernel for it; transformers and lowbit read it"),
+    "quantization status": _warning("transformers takes codes for weights; vLLM does not ask"),
+    "reader limit": _warning("the named program refuses it, in that place; lowbit reads it"),
     "targeted, not quantized": _error("transformers and vLLM expect codes and find a float weight"),
+    "left alone, but quantized": _error("transformers and vLLM expect a float weight, not codes"),
     "model unknown": _warning("transformers cannot build it, so names and shapes are not checked"),
 }
 TENSORS: dict[str, FaultClass] = {
@@ -99,6 +101,10 @@ VALUES: dict[str, FaultClass] = {
     "code range": _error("vLLM's kernels read other numbers than transformers"),
     "zero-point range": _error("readers wrap the zero-point: its whole group is off by 2^bits"),
     "symmetric zero-point": _error("vLLM ignores the zero-points of symmetric linears: it is off"),
+    "value too large": _error(
+        "beyond float16, and products of it are infinite: outputs become NaN"
+    ),
+    "g_idx order": _error("vLLM ignores g_idx unless desc_act is true: columns get other scales"),
     "g_idx range": _error("readers fetch scales from outside the tensor, or crash"),
     "packing": _error("the words cannot be unpacked into the weight's codes"),
     "padding bits": _warning("a word's unused bits are not zero: another program packed it"),
@@ -110,7 +116,9 @@ VALUES: dict[str, FaultClass] = {
 SIDE_FILES: dict[str, FaultClass] = {
     "tokenizer lost": _error("vLLM and transformers cannot turn text into tokens"),
     "tokenizer absent": _warning("vLLM needs --tokenizer, transformers the original model"),
+    "tokenizer damaged": _error("vLLM and transformers stop when they load the tokenizer"),
     "tokenizer size": _error("ids beyond the embedding crash the model"),
+    "token id": _error("the model never produces it, so that no answer ends, or it cannot be read"),
     "chat template lost": _error("vLLM's chat endpoint refuses, or prompts lose their form"),
     "chat template absent": _warning("vLLM's chat endpoint refuses without --chat-template"),
     "generation config lost": _error("vLLM samples otherwise, and may miss the end of an answer"),

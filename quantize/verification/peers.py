@@ -12,10 +12,11 @@ from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
 from ..checkpoint.kv_config import LAYER, SCALE_NAMES, kv_spec_from_config, scale_names
 from ..linear_names import fused_peers
+from ..quantized import plain_g_idx
 from ..spec import LayerScheme
 from .findings import Finding, finding
-from .tensors import Model
-from .values import Gathered
+from .tensors import Model, Wanted
+from .values import Gathered, examine_measured
 
 SHARED = ("weight_global_scale", "input_scale", "input_global_scale")
 KEYS = re.compile(r"(?:^|\.)(k_proj|qkv_proj|query_key_value|c_attn)\.")
@@ -50,6 +51,25 @@ def _orders(names: list[str], source: TensorSource) -> Iterator[Finding]:
     orders = [source.get(n) for n in names]
     if any(not torch.equal(o, orders[0]) for o in orders):
         yield finding("fused peers", names[0], "one g_idx for all of them", "they differ")
+
+
+def examine_order(
+    quantization: Mapping[str, Any],
+    schemes: Mapping[str, LayerScheme],
+    wanted: Mapping[str, Wanted],
+    source: TensorSource,
+) -> Iterator[Finding]:
+    """GPTQ's columns in an order of their own, where config.json says that there is none."""
+    if quantization.get("quant_method") != "gptq" or quantization.get("desc_act"):
+        return
+    for module, linear in wanted.items():
+        name, columns = f"{module}.g_idx", linear.shape[1]
+        if name in source and source.info[name].shape == (columns,):
+            spec, g_idx = schemes[module].weights, source.get(name).int()
+            known = bool(((g_idx >= 0) & (g_idx < spec.groups(columns))).all())
+            if known and not torch.equal(g_idx, plain_g_idx(columns, spec)):
+                found = "another order, and desc_act is not true"
+                yield finding("g_idx order", name, "groups in the order of columns", found)
 
 
 def _kind(scheme: LayerScheme | None) -> str:
@@ -92,8 +112,7 @@ def examine_cache(
     names = scale_names(source.names())
     for name in names:
         values = source.get(name).float()
-        if not bool((torch.isfinite(values) & (values > 0)).all()):
-            yield finding("scale not positive", name, "positive numbers", values.tolist())
+        yield from examine_measured(name, values)
         gathered.count(name.rpartition(".")[2], values)
     if spec is None or not spec.is_static:
         return

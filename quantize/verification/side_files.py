@@ -21,6 +21,7 @@ JSON_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     GENERATION, "chat_template.json", "vocab.json",
 )  # fmt: skip
+ENDS = ("bos_token_id", "eos_token_id")
 CHAT_WORDS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|assistant|>", "[INST]")
 
 
@@ -33,6 +34,8 @@ def examine_side_files(
     yield from found
     original = None if base is None else _read_all(base)[0]
     yield from _tokenizer(folder, files, config, base)
+    yield from _token_ids("config.json", config, config)
+    yield from _token_ids(GENERATION, files.get(GENERATION), config)
     yield from _template(folder, files, original, base)
     if not os.path.lexists(folder / GENERATION):
         if base is None:
@@ -67,10 +70,37 @@ def _tokenizer(
         elif base is None:
             yield finding("tokenizer absent", TOKENIZERS[0], "a tokenizer", "none")
         return
+    if "tokenizer.json" in files:
+        yield from _loads(folder / "tokenizer.json")
     top, size = _largest_id(files.get("tokenizer.json")), _vocabulary(config)
     if top is not None and size is not None and top >= size:
         expected = f"ids below the embedding's {size} rows"
         yield finding("tokenizer size", "tokenizer.json", expected, f"id {top}")
+
+
+def _loads(path: Path) -> Iterator[Finding]:
+    """Whether the library that vLLM and transformers read the file with takes it."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # a plain Exception, or a panic, which is none
+        expected = "a tokenizer that the tokenizers library loads"
+        yield finding("tokenizer damaged", path.name, expected, e)
+
+
+def _token_ids(file: str, settings: Any, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Ids that begin and end texts (one or several each), in a file's settings."""
+    size = _vocabulary(config)
+    if size is None or not isinstance(settings, Mapping):
+        return
+    for key in ENDS:
+        value = settings.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(i) is int and 0 <= i < size for i in ids):
+            yield finding("token id", f"{file}: {key}", f"ids below {size}, the vocabulary", value)
 
 
 def _largest_id(tokenizer: Any) -> int | None:

@@ -50,6 +50,10 @@ class StoredTensors:
         flat = torch.from_numpy(data).view(t.torch_dtype)
         return flat.view(t.torch_shape).to(device)
 
+    def get_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Entries `start` to `stop` of the first axis of the tensor `name`."""
+        return self.get(name)[start:stop]
+
     def without(self, names: set[str]) -> StoredTensors:
         """The same but for the tensors `names`."""
         other = StoredTensors(self.folder, {})

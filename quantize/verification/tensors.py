@@ -7,7 +7,7 @@ other alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ def _compare(linear: Wanted, scheme: LayerScheme, source: TensorSource) -> Itera
 
 
 def examine_names(
-    layout: Layout | None, wanted: Mapping[str, Wanted], broken: set[str], model: Model
+    layout: Layout | None, wanted: Mapping[str, Wanted], broken: Collection[str], model: Model
 ) -> Iterator[Finding]:
     """Tensors that the model wants beside the quantized weights, and those that nobody wants.
 
@@ -257,7 +257,7 @@ def _plain(name: str, shape: tuple[int, ...], info: TensorInfo) -> Iterator[Find
         yield finding("dtype", name, "a float", info.dtype)
 
 
-def plain_linears(model: Model, linears: set[str]) -> list[str]:
+def plain_linears(model: Model, linears: Collection[str]) -> list[str]:
     """Stored names of the model's linears whose weight is a float."""
     if model.module is None:
         return []

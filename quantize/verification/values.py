@@ -29,6 +29,8 @@ POSITIVE = ("weight_global_scale", "input_scale", "input_global_scale")
 AWQ_SAMPLE = 1 << 20  # groups that are enough to tell the order
 SMALLEST_MATRIX = 64  # values; smaller ones may well be zero
 FP8 = torch.float8_e4m3fn
+LARGEST = 65504.0  # that a half float holds; numbers of models are far below
+MASKED = ("masked_bias",)  # what old checkpoints put in place of minus infinity
 
 
 @dataclass
@@ -83,6 +85,7 @@ def examine_linear(
         yield finding("packing", module, f"codes of {wanted.shape}", tuple(q.codes.shape))
         return
     yield from _codes(module, q)
+    yield from _sizes(module, q)
     yield from _padding(module, q, source)
     if isinstance(layout, AWQ) and sum(s.count for s in gathered.awq) < AWQ_SAMPLE:
         sums = order_sums(q)
@@ -106,10 +109,34 @@ def _scales(
         name = f"{module}.{leaf}"
         if name in source:
             values = source.get(name).float()
-            if not bool((torch.isfinite(values) & (values > 0)).all()):
-                yield finding("scale not positive", name, "a positive number", values.tolist())
+            yield from examine_measured(name, values)
             if leaf == "input_scale":
                 gathered.count(leaf, values)
+
+
+def examine_measured(name: str, values: Tensor) -> Iterator[Finding]:
+    """Scales of what calibration has seen, float32. A global one divides."""
+    if not bool((torch.isfinite(values) & (values > 0)).all()):
+        yield finding("scale not positive", name, "positive numbers", values.tolist())
+        return
+    worth = values.reciprocal() if "global" in name.rpartition(".")[2] else values
+    if float(worth.max()) > LARGEST:
+        yield finding("value too large", name, f"numbers worth at most {LARGEST:g}", _peak(values))
+
+
+def _sizes(module: str, q: Quantized) -> Iterator[Finding]:
+    """Scales that make weights beyond a half float's range."""
+    widest = float(q.float_scale().abs().max())
+    if widest * 2 * elements(q.spec).highest <= LARGEST:
+        return  # no code could
+    peak = _peak(q.dequantize())
+    if not peak <= LARGEST:
+        expected = f"weights of at most {LARGEST:g}"
+        yield finding("value too large", f"{module} (scales)", expected, f"{peak:g}")
+
+
+def _peak(values: Tensor) -> float:
+    return float(values.abs().max())
 
 
 def _groups(
@@ -201,7 +228,7 @@ def examine_plain(name: str, source: TensorSource) -> Iterator[Finding]:
     tensor = source.get(name)
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    zero = True
+    peak = 0.0
     for part in tensor.reshape(-1).split(CHUNK):
         values = part.float()
         bad = ~torch.isfinite(values)
@@ -209,9 +236,11 @@ def examine_plain(name: str, source: TensorSource) -> Iterator[Finding]:
             found = f"{_first(part, bad)} among {part.numel()} values"
             yield finding("value not finite", name, "finite numbers", found)
             return
-        zero = zero and not bool(values.any())
+        peak = max(peak, _peak(values))
+    if peak > LARGEST and name.rpartition(".")[2] not in MASKED:
+        yield finding("value too large", name, f"numbers of at most {LARGEST:g}", f"{peak:g}")
     matrix = tensor.dim() > 1 and "bias" not in name.rpartition(".")[2]
-    if zero and matrix and tensor.numel() >= SMALLEST_MATRIX:
+    if not peak and matrix and tensor.numel() >= SMALLEST_MATRIX:
         yield finding("all zero", name, "a matrix of other numbers too", "zeros alone")
 
 
