@@ -14,6 +14,7 @@ from lowbit.kernels.errors import UserError
 from lowbit.quantize import verify
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.reader import GGUFFile
+from lowbit.quantize.gguf.to_hf import gguf_to_hf
 from lowbit.quantize.verification.findings import FAULTS
 from lowbit.quantize.verification.findings import GGUF as CLASSES
 from lowbit.quantize.verification.gguf_blocks import FIELDS, FLOATS
@@ -76,6 +77,17 @@ def no_key(name: str) -> Edit:
     return lambda keys, tensors: keys.pop(name)
 
 
+def swapped(a: str, b: str, first: int = 0) -> Edit:
+    """Two tensors under each other's names, from layer `first` on."""
+
+    def edit(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+        for i in range(first, 2):
+            one, other = f"blk.{i}.{a}.weight", f"blk.{i}.{b}.weight"
+            tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return edit
+
+
 def scale_of_nan(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
     tensors[UP][0][3, :2] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
 
@@ -92,6 +104,31 @@ def fewer_columns(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kin
 EDITS: dict[str, tuple[Edit, str, str]] = {
     "no architecture's sizes": (no_key("llama.block_count"), "GGUF key", "llama.block_count"),
     "size of zero": (key("llama.embedding_length", 0), "GGUF key", "embedding_length"),
+    **{
+        f"{name} of {value}": (key(f"llama.{name}", value), "GGUF key", f"llama.{name}")
+        for name, value in (
+            ("block_count", 1 << 31), ("block_count", 5000), ("attention.head_count", 1 << 31),
+            ("attention.head_count", 3), ("attention.head_count", 0),
+            ("attention.head_count_kv", 3), ("feed_forward_length", 1 << 31),
+            ("context_length", 1 << 31), ("attention.layer_norm_rms_epsilon", 0.0),
+            ("attention.layer_norm_rms_epsilon", float("nan")), ("rope.freq_base", float("nan")),
+            ("rope.freq_base", -1.0), ("rope.freq_base", 0.0), ("rope.freq_base", float("inf")),
+        )
+    },
+    "ff length of others": (key("llama.feed_forward_length", 128), "GGUF shape", "ffn_"),
+    "head sizes of others": (key("llama.attention.key_length", 8), "GGUF import", "m.gguf"),
+    "keys and queries swapped": (swapped("attn_k", "attn_q"), "GGUF shape", "attn_"),
+    "keys and output swapped in one layer": (swapped("attn_k", "attn_output", 1), "GGUF shape",
+                                             "blk.1.attn_"),
+    "window that only others have": (key("llama.rope.scaling.type", "longrope"), "GGUF import",
+                                     "m.gguf"),
+    "tensor of another kind": (
+        lambda k, t: t.update({"blk.0.other.weight": t["blk.0.attn_norm.weight"],
+                               "blk.1.other.weight": t["blk.0.attn_norm.weight"]}),
+        "GGUF import", "blk.0.other"),
+    "norm of 1e30": (
+        lambda k, t: t["output_norm.weight"][0].view(np.float32).fill(1e30), "GGUF block",
+        "output_norm"),
     "no version": (no_key("general.quantization_version"), "GGUF version", "quantization_version"),
     "no embedding": (lambda k, t: t.pop("token_embd.weight"), "GGUF tensor missing", "token_embd"),
     "tensor of a layer": (lambda k, t: t.pop(UP), "GGUF tensor missing", UP),
@@ -287,6 +324,31 @@ def _blocks(data: np.ndarray, kind: str, tmp_path: Path) -> list[str]:
     writer.write_tensors_to_file()
     writer.close()
     return [f.fault for f in verify(tmp_path / "k.gguf").findings]
+
+
+TYPED = (
+    "llama.rope.freq_base", "llama.rope.freq_base_swa", "llama.rope.dimension_count",
+    "llama.rope.scaling.type", "llama.block_count", "llama.attention.head_count",
+    "tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type",
+    "tokenizer.ggml.pre", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_bos_token",
+    "tokenizer.chat_template", "tokenizer.chat_templates",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_values_of_another_type_are_refused(name: str, whole: Path, tmp_path: Path) -> None:
+    right = GGUFFile(whole).keys.get(name)
+    for i, value in enumerate(("abc", True, 2.5, float("nan"), [1, 2], ["a b"])):
+        if type(value) is type(right) is not list:
+            continue
+        file = tmp_path / f"{i}.gguf"
+        rewritten(whole, file, key(name, value))
+        verify(file)
+        try:
+            gguf_to_hf(file, tmp_path / f"{i}", progress=False)
+        except UserError:
+            continue
+        assert right is None, value  # a key that does without, or takes what it is given
 
 
 def test_every_class_is_tested() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import print_json
+from ...kernels.errors import UserError
+from .common import print_json, say
 
 if TYPE_CHECKING:
     from ..gguf.as_folder import Contents
@@ -26,6 +27,19 @@ def inspect_gguf(path: Path, every: bool, as_json: bool) -> None:
         print_json(facts(file, found))
     else:
         _table(file, found, every)
+        if (why := import_refusal(file)) is not None:
+            say(f"lowbit does not import this file: {why}")
+
+
+def import_refusal(file: GGUFFile) -> str | None:
+    """Why lowbit cannot make a model folder of the file; None where it can."""
+    from ..gguf.to_hf import read_hyperparameters, tensor_table
+
+    try:
+        tensor_table(file, read_hyperparameters(file))
+    except UserError as e:
+        return str(e)
+    return None
 
 
 def facts(file: GGUFFile, found: Contents) -> dict[str, Any]:
@@ -39,6 +53,7 @@ def facts(file: GGUFFile, found: Contents) -> dict[str, Any]:
             else value
             for key, value in file.keys.items()
         },
+        "import_refusal": import_refusal(file),
         "file_bytes": found.nbytes,
         "tensor_bytes": found.tensor_bytes,
         "weights": found.weights,
@@ -92,7 +107,3 @@ def _table(file: GGUFFile, found: Contents, every: bool) -> None:
             shape = " x ".join(str(size) for size in stored.shape)
             tensors_table.add_row(Text(name), stored.kind, shape)
         console.print(tensors_table)
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > SHOWN

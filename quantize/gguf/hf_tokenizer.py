@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from ...kernels.errors import UserError
 from . import pretokenizers
 from . import vocab as v
 from .vocab import Vocab
@@ -81,7 +82,11 @@ def _ids(vocab: Vocab) -> dict[str, int]:
 def _byte_level(vocab: Vocab) -> Tokenizer:
     cut, ignore_merges = pretokenizers.build(vocab.pre)
     merges = [(a, b) for a, _, b in (m.partition(" ") for m in vocab.merges or [])]
-    tokenizer = Tokenizer(models.BPE(_ids(vocab), merges, ignore_merges=ignore_merges))
+    try:
+        model = models.BPE(_ids(vocab), merges, ignore_merges=ignore_merges)
+    except Exception as e:  # tokenizers raises nothing more precise
+        raise UserError(f"the file's merges are not of its tokens ({e})") from e
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

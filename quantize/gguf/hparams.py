@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.errors import UserError
 from . import rope as ropes
-from .architecture import Architecture
+from .architecture import Architecture, Setting
 from .architectures import architecture_of_class, architecture_of_file
 from .rope import Rope, shortest
 
@@ -245,8 +245,13 @@ def from_keys(
             continue
         default = own.get("attention.head_count") if "head_count_kv" in setting.key else None
         default = architecture.defaults.get(setting.name, default)
-        value = _number(own, name, setting.key, default)
-        values[setting.name] = shortest(value) if setting.kind is float else value
+        value = _number(own, name, setting, default)
+        value = shortest(value) if setting.kind is float else value
+        if values.setdefault(setting.name, value) != value:
+            raise UserError(
+                f"the GGUF file has {name}.{setting.key} = {value!r}, but "
+                f"{values[setting.name]!r} under another key of {setting.name}"
+            )
         written.add(setting.name)
     values["vocab_size"] = vocab_size
     heads = values["num_attention_heads"]
@@ -257,13 +262,15 @@ def from_keys(
     return Hyperparameters(architecture, values, tied, rope, frozenset(written))
 
 
-def _number(own: Mapping[str, Any], name: Any, key: str, default: Any) -> Any:
-    """The number stored under `key`, which is positive; a window may be 0."""
+def _number(own: Mapping[str, Any], name: Any, setting: Setting, default: Any) -> Any:
+    """The number stored for `setting`, which is positive; a window may be 0."""
+    key = setting.key
     value = own.get(key, default)
     if value is None:
         raise UserError(f"the GGUF file lacks the key '{name}.{key}'")
     lowest = 0 if key == "attention.sliding_window" else 1e-30
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value >= lowest:
+    kinds = (int,) if setting.kind is int else (int, float)
+    if type(value) not in kinds or not lowest <= value < float("inf"):
         raise UserError(f"the GGUF file has {name}.{key} = {value!r}, which is no positive number")
     if value >= LARGEST and isinstance(value, int):
         raise UserError(f"the GGUF file has {name}.{key} = {value!r}, which no model has")

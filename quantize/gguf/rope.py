@@ -204,19 +204,28 @@ def from_keys(
     """
     if not architecture.ropes:
         return Rope()
-    theta = shortest(keys.get("rope.freq_base", 10000.0))
-    local = keys.get("rope.freq_base_swa")
+    theta = _base(keys, "rope.freq_base", 10000.0)
+    local = _base(keys, "rope.freq_base_swa", None)
     rotated = keys.get("rope.dimension_count", head_dim)
     if not isinstance(rotated, int) or not 0 < rotated <= head_dim or rotated % 2:
         raise UserError(f"the GGUF file rotates {rotated!r} of {head_dim} dimensions of a head")
     rope = Rope(
         theta,
         _scaling_from_keys(keys, rotated, theta, stored),
-        None if local is None else shortest(local),
+        local,
         rotated / head_dim,
     )
     _check(rope, architecture)
     return rope
+
+
+def _base(keys: Mapping[str, Any], key: str, default: float | None) -> Any:
+    value = keys.get(key, default)
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise UserError(f"the GGUF file has {key} = {value!r}, which is no positive number")
+    return shortest(value)
 
 
 def _scaling_from_keys(

@@ -106,22 +106,16 @@ def from_keys(keys: dict[str, Any]) -> Vocab:
     model = keys.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UserError(f"tokenizer '{model}' cannot be imported; known: gpt2, llama")
-    tokens = keys.get("tokenizer.ggml.tokens") or []
-    types = keys.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    scores, merges = keys.get("tokenizer.ggml.scores"), keys.get("tokenizer.ggml.merges")
+    tokens = _list(keys, "tokens", str) or []
+    types = _list(keys, "token_type", int) or [NORMAL] * len(tokens)
+    scores, merges = _list(keys, "scores", float), _list(keys, "merges", str)
     needed, name = (merges, "merges") if model == "gpt2" else (scores, "scores")
     if not tokens or len(types) != len(tokens) or not needed:
         raise UserError(f"the file's tokenizer is incomplete: it needs tokens and {name}")
     sentencepiece = model == "llama"
-    templates = {
-        name: keys[f"tokenizer.chat_template.{name}"]
-        for name in keys.get("tokenizer.chat_templates", [])
-        if f"tokenizer.chat_template.{name}" in keys
-    }
-    if "tokenizer.chat_template" in keys:
-        templates["default"] = keys["tokenizer.chat_template"]
-    pre = keys.get("tokenizer.ggml.pre", "default")
-    special = {r: keys.get(f"tokenizer.ggml.{r}_token_id") for r in ROLES}
+    pre = _one(keys, "tokenizer.ggml.pre", str, "default")
+    special = {r: _one(keys, f"tokenizer.ggml.{r}_token_id", int, None) for r in ROLES}
+    by_default = sentencepiece or pre in BOS_BY_DEFAULT
     return Vocab(
         model=model,
         pre=pre,
@@ -130,8 +124,32 @@ def from_keys(keys: dict[str, Any]) -> Vocab:
         scores=scores,
         merges=merges,
         special={r: i for r, i in special.items() if i is not None},
-        add_bos=keys.get("tokenizer.ggml.add_bos_token", sentencepiece or pre in BOS_BY_DEFAULT),
-        add_eos=keys.get("tokenizer.ggml.add_eos_token", False),
-        add_space_prefix=keys.get("tokenizer.ggml.add_space_prefix", sentencepiece),
-        chat_templates=templates,
+        add_bos=_one(keys, "tokenizer.ggml.add_bos_token", bool, by_default),
+        add_eos=_one(keys, "tokenizer.ggml.add_eos_token", bool, False),
+        add_space_prefix=_one(keys, "tokenizer.ggml.add_space_prefix", bool, sentencepiece),
+        chat_templates=_templates(keys),
     )
+
+
+def _templates(keys: dict[str, Any]) -> dict[str, str]:
+    names = keys.get("tokenizer.chat_templates", [])
+    if not isinstance(names, list) or not all(type(n) is str for n in names):
+        raise UserError("the file's tokenizer.chat_templates are no list of names")
+    named = {n: _one(keys, f"tokenizer.chat_template.{n}", str, None) for n in names}
+    named["default"] = _one(keys, "tokenizer.chat_template", str, named.get("default"))
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _list(keys: dict[str, Any], part: str, kind: type) -> list[Any] | None:
+    """The list of one kind under tokenizer.ggml.PART, None where there is none."""
+    value = keys.get(f"tokenizer.ggml.{part}")
+    if value is not None and not (isinstance(value, list) and all(type(v) is kind for v in value)):
+        raise UserError(f"the file's tokenizer.ggml.{part} is no list of {kind.__name__}")
+    return value
+
+
+def _one(keys: dict[str, Any], key: str, kind: type, default: Any) -> Any:
+    value = keys.get(key, default)
+    if value is not default and type(value) is not kind:
+        raise UserError(f"the file's {key} is {str(value)[:40]!r}, no {kind.__name__}")
+    return value

@@ -128,10 +128,11 @@ SIDE_FILES: dict[str, FaultClass] = {
 GGUF: dict[str, FaultClass] = {
     "GGUF container": _error("llama.cpp refuses the file, or reads past its end"),
     "GGUF part": _error("llama.cpp refuses the file: it wants all of its parts, each in its place"),
-    "GGUF key": _error("llama.cpp refuses the file: it wants the key"),
+    "GGUF key": _error("llama.cpp refuses the file, or computes NaN: it wants the key"),
     "GGUF version": _warning("llama.cpp may read the blocks by an older layout"),
     "GGUF tensor missing": _error("llama.cpp refuses the file: a layer lacks the tensor"),
     "GGUF shape": _error("llama.cpp refuses the file: the tensor is not what the keys say"),
+    "GGUF import": _warning("lowbit does not import it; llama.cpp may run it"),
     "GGUF tokenizer": _error("llama.cpp refuses the vocabulary, or its ids are those of others"),
     "GGUF pre-tokenizer": _warning("llama.cpp cuts text in its default way: other tokens come out"),
     "GGUF block": _error("every weight of the block becomes NaN or wrong: the model talks noise"),

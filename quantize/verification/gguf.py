@@ -11,17 +11,13 @@ from typing import Any
 from ..gguf.container import Container
 from .findings import Finding, finding
 from .gguf_blocks import examine_blocks
+from .gguf_keys import MOST_LAYERS, examine_import, examine_keys
 from .gguf_parts import Parts, read_parts
 
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 FLOATS = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-NEEDED = (
-    "context_length", "embedding_length", "block_count", "feed_forward_length",
-    "attention.head_count",
-)  # fmt: skip
 QUANTIZATION_VERSION = 2
 ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator")
-MOST_LAYERS = 4096
 ALIKE = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "gemma", "gemma2", "gemma3")
 NEARLY = 0.9
 
@@ -37,7 +33,14 @@ def examine_gguf(path: Path) -> tuple[list[Finding], int]:
     if parts.complete:
         whole = _joined(parts)
         found += [*_keys(whole), *_tokenizer(whole), *_layers(whole)]
+        if is_model(whole) and not any(f.severity == "error" for f in found):
+            found += examine_import(path, whole)
     return found, sum(len(c.tensors) for c in parts.containers.values())
+
+
+def is_model(container: Container) -> bool:
+    """Whether the file is a model's, not an adapter's or an importance matrix."""
+    return container.keys.get("general.type", "model") == "model"
 
 
 def _joined(parts: Parts) -> Container:
@@ -61,13 +64,9 @@ def _keys(container: Container) -> Iterator[Finding]:
     if not isinstance(architecture, str):
         yield finding("GGUF key", "general.architecture", "a name", architecture)
         return
-    if keys.get("general.type", "model") != "model":
-        return  # an adapter, an imatrix: not a model's keys
-    for name in NEEDED:
-        value = keys.get(f"{architecture}.{name}")
-        numbers = value if isinstance(value, list) else [value]
-        if not numbers or not all(type(n) is int and n > 0 for n in numbers):
-            yield finding("GGUF key", f"{architecture}.{name}", "a positive number", value)
+    if not is_model(container):
+        return
+    yield from examine_keys(container)
     quantized = {t.kind for t in container.tensors.values()} - set(FLOATS)
     version = keys.get("general.quantization_version")
     if quantized and version != QUANTIZATION_VERSION:
@@ -128,7 +127,7 @@ def _layers(container: Container) -> Iterator[Finding]:
     keys, tensors = container.keys, container.tensors
     architecture = keys.get("general.architecture")
     count = keys.get(f"{architecture}.block_count")
-    if keys.get("general.type", "model") != "model" or type(count) is not int:
+    if not is_model(container) or type(count) is not int:
         return
     hidden = keys.get(f"{architecture}.embedding_length")
     embedding = tensors.get("token_embd.weight")

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..gguf.container import StoredTensor
 from ..gguf.reader import read_rows
 from .findings import Finding, finding
+from .values import LARGEST
 
 CHUNK_BYTES = 1 << 24
 FLOATS = {
@@ -29,7 +30,8 @@ FIELDS: dict[str, tuple[int, ...]] = {  # type -> where its half floats begin in
     "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
     "IQ1_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "Q1_0": (0,),
 }  # fmt: skip
-EXPONENT_NAN = 255  # of MXFP4's first byte
+LARGEST_EXPONENT = 127 + 14  # of MXFP4's first byte: its largest weight is still a half float
+ROPES = ("rope_freqs", "rope_factors")  # where huge factors switch a frequency off
 
 
 def examine_blocks(path: Path, name: str, stored: StoredTensor) -> Iterator[Finding]:
@@ -40,7 +42,7 @@ def examine_blocks(path: Path, name: str, stored: StoredTensor) -> Iterator[Find
     for start in range(0, prod(stored.shape[:-1]), step):
         rows = read_rows(path, stored, start, start + step)
         zero = zero and not bool(rows.any())
-        fault = _fault(stored.kind, rows)
+        fault = _fault(stored.kind, rows, bounded=not name.startswith(ROPES))
         if fault is not None:
             expected, found = fault
             yield finding("GGUF block", name, expected, f"{found}, from row {start} on")
@@ -49,20 +51,27 @@ def examine_blocks(path: Path, name: str, stored: StoredTensor) -> Iterator[Find
         yield finding("all zero", name, "a matrix of other bytes too", "zeros alone")
 
 
-def _fault(kind: str, rows: Tensor) -> tuple[str, str] | None:
-    """What is wrong with uint8 rows of blocks: what was expected and what was found."""
+def _fault(kind: str, rows: Tensor, bounded: bool) -> tuple[str, str] | None:
+    """What is wrong with uint8 rows of blocks: what was expected and what was found.
+
+    bounded: whether a number beyond a half float's range is wrong.
+    """
     if kind in FLOATS:
-        bad = int((~torch.isfinite(rows.view(FLOATS[kind]).float())).sum())
-        return ("finite numbers", f"{bad} NaN or infinite") if bad else None
+        values = rows.view(FLOATS[kind]).float()
+        bad = int((~torch.isfinite(values)).sum())
+        if bad:
+            return "finite numbers", f"{bad} NaN or infinite"
+        peak = float(values.abs().max())
+        return (f"at most {LARGEST:g}", f"{peak:g}") if bounded and peak > LARGEST else None
     nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     blocks = rows.reshape(-1, nbytes)
     bad = sum(int((~torch.isfinite(_halves(blocks, at))).sum()) for at in FIELDS.get(kind, ()))
     if kind == "MXFP4":
-        bad = int((blocks[:, 0] == EXPONENT_NAN).sum())
+        bad = int((blocks[:, 0] > LARGEST_EXPONENT).sum())
     if kind == "Q8_K":
-        bad = int((~torch.isfinite(blocks[:, :4].contiguous().view(torch.float32))).sum())
+        bad = int((~(blocks[:, :4].contiguous().view(torch.float32).abs() <= LARGEST)).sum())
     if bad:
-        return "finite scales of blocks", f"{bad} NaN or infinite"
+        return "finite scales of blocks", f"{bad} NaN, infinite or beyond a half float"
     wrong = _wrong_sums(kind, blocks)
     return ("sums of the block's codes", f"{wrong} blocks with others") if wrong else None
 
