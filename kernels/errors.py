@@ -15,6 +15,12 @@ class UserError(Exception):
     """Input that cannot be used as given. The message names the value, the limit and the remedy."""
 
 
+def counted(n: int, what: str, several: str | None = None) -> str:
+    """A number of things in a message: "1 error", "2 errors". several: the plural, `what` with an
+    s where none is given."""
+    return f"{n:,} {what if n == 1 else several or f'{what}s'}"
+
+
 def did_you_mean(value: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A message's hint at the nearest of the known names; empty where none is near."""
     near = difflib.get_close_matches(value, list(known), n=1, cutoff=cutoff)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..calib.model import FLOATS
-from ..kernels.errors import UserError
+from ..kernels.errors import UserError, counted
 from .checkpoint.checks import read_g_idx
 from .checkpoint.layouts import Layout
 from .checkpoint.load import Checkpoint
@@ -85,7 +85,7 @@ def plan_conversion(
     notes = _wider(checkpoint, linears)
     unquantized = [m for m, c in linears.items() if _drops_inputs(checkpoint.schemes[m], c.scheme)]
     if unquantized:
-        notes.append(f"{len(unquantized)} linears no longer quantize their inputs")
+        notes.append(f"inputs are no longer quantized by {counted(len(unquantized), 'linear')}")
     return ConversionPlan(linears, untouched_linears(checkpoint), kept, notes)
 
 

@@ -19,6 +19,7 @@ from ..calib.layer_loop import run_layers
 from ..calib.model import LayeredModel
 from ..calib.text import Text
 from ..kernels.device import resolve_device
+from ..kernels.errors import counted
 from .budget_plan import budgeted_plan
 from .cache_layers import check_cache
 from .checkpoint.journal import Journal, source_identity
@@ -174,9 +175,9 @@ def _done(journal: Journal, steps: list[str], plan: Plan) -> _Done:
     notes = coverage_notes(experts)
     raised = [n for n, r in linears.items() if _damping_raised(r, plan.linears[n].taken_by)]
     if raised:
-        notes.append(f"damping was raised for {len(raised)} linears, first {raised[0]}")
+        notes.append(f"damping was raised for {counted(len(raised), 'linear')}, first {raised[0]}")
     if dropped:
-        notes.append(f"{dropped} calibration rows with non-finite activations were dropped")
+        notes.append(f"dropped: {counted(dropped, 'calibration row')} with non-finite activations")
     transforms = {name: report["transforms"] for name, report in reports.items()}
     return _Done(linears, transforms, experts, dropped, notes)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from lowbit.quantize.cli import app
+from lowbit.quantize.cli.app import app
 
 from .command import ENVIRONMENT
 

@@ -12,7 +12,7 @@ import typer
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.cli import app
+from lowbit.quantize.cli.app import app
 from lowbit.quantize.passes.settings import BudgetSettings, GPTQSettings
 from lowbit.quantize.recipe import (
     DTYPES,

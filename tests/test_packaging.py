@@ -156,7 +156,7 @@ def test_each_core_dependency_is_justified(core: dict[str, Requirement]) -> None
 
 
 def test_the_readme_shows_every_command_as_it_is() -> None:
-    from lowbit.quantize.cli import app
+    from lowbit.quantize.cli.app import app
     from typer.main import get_command
 
     commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]

@@ -1,83 +1,72 @@
-"""The `quantize` command: a module for each subcommand, with slow imports inside."""
+"""The `quantize` command: its entry, which imports nothing slow before it can be interrupted."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-import traceback
-from typing import Any
+from types import FrameType
 
-import typer
-from typer.core import TyperGroup
-
-from ...kernels.errors import UserError
-from ..checkpoint.files import explained
-from .convert import convert
-from .demo import demo
-from .eval import evaluate
-from .export import export
-from .generate import generate
-from .imatrix import imatrix
-from .inspect import inspect
-from .plan import plan
-from .run import run
-from .verify import verify
-
-
-class _Interrupted(Exception):
-    """Ctrl-C, carried past typer's own handling."""
-
-
-class _Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as e:
-            raise _Interrupted from e
-
-
-app = typer.Typer(
-    name="quantize",
-    cls=_Commands,
-    help="Quantize Hugging Face language models, run them, measure what it cost, export to GGUF.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(demo)
-app.command()(plan)
-app.command()(run)
-app.command()(inspect)
-app.command()(verify)
-app.command()(generate)
-app.command("eval")(evaluate)
-app.command()(convert)
-app.command()(imatrix)
-app.command()(export)
+INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 and the signal's number, as shells have it
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 2 for input that cannot be used, 130 for Ctrl-C, 1 for a
-    fault of lowbit's own, which alone shows a traceback."""
+    """Run the command line. Exit codes: 2 for input that cannot be used, 130 for Ctrl-C, 141 where
+    the reader of a pipe has gone, 1 for a fault of lowbit's own, which alone shows a traceback."""
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = _said("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        code = CLOSED_PIPE
+    if code == CLOSED_PIPE:  # what is still in the buffer goes nowhere, without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command in sys.argv."""
+    handled = signal.getsignal(signal.SIGINT)
+    if handled is signal.default_int_handler:  # an import may swallow a KeyboardInterrupt
+        signal.signal(signal.SIGINT, _end)
+    from ...kernels.errors import UserError
+    from ..checkpoint.files import explained
+    from .app import Interrupted, PipeClosed, app
+
+    signal.signal(signal.SIGINT, handled)
     try:
         app(prog_name="quantize")
     except UserError as e:
-        _fail(str(e), 2)
-    except _Interrupted:
-        _fail("interrupted", 130)
+        return _said(str(e), 2)
+    except Interrupted:
+        return _said("interrupted", INTERRUPTED)
+    except PipeClosed:
+        return CLOSED_PIPE
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 0
     except OSError as e:
         said = explained(e)
-        _fault() if said is None else _fail(said, 2)
+        return _fault() if said is None else _said(said, 2)
     except Exception:
-        _fault()
+        return _fault()
+    return 0
 
 
-def _fault() -> None:
+def _end(number: int, frame: FrameType | None) -> None:
+    """End at once: nothing has been begun."""
+    os.write(2, b"quantize: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _fault() -> int:
+    import traceback
+
     traceback.print_exc()
-    _fail("this is a fault of lowbit, not of your input: please report it with the lines above", 1)
+    told = "this is a fault of lowbit, not of your input: please report it with the lines above"
+    return _said(told, 1)
 
 
-def _fail(message: str, code: int) -> None:
-    typer.echo(f"quantize: {message}", err=True)
-    sys.exit(code)
+def _said(message: str, code: int) -> int:
+    sys.stderr.write(f"quantize: {message}\n")
+    return code

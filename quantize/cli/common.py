@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ...kernels.errors import UserError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def say(line: str) -> None:
     """A line for the user, on standard error: standard output belongs to results."""
     typer.echo(line, err=True)
+
+
+def terminal(stderr: bool = False) -> Console:
+    """Where tables are printed."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # BrokenPipeError, for main: rich would end the process with 1
+
+    return Terminal(stderr=stderr)
 
 
 def model_path(model: str) -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...kernels.errors import counted
 from ..layout_check import FORMATS
 from ..sizes import MAX_SHARD_SIZE
 from .common import print_json, say
@@ -57,7 +58,8 @@ def convert(
 
 
 def _show(result: ConvertResult) -> None:
-    kept = "the same numbers" if result.exact else f"{len(result.losses)} linears with a loss"
+    changed = f"{counted(len(result.losses), 'linear')} with a loss"
+    kept = "the same numbers" if result.exact else changed
     if result.target_format == "plain":
         kept = "dequantized"
     say(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ..recipe import Calibration, Recipe, WeightPass
-from .common import say, write_json
+from .common import say, terminal, write_json
 
 if TYPE_CHECKING:
     from ...evals.report import Report
@@ -216,7 +216,6 @@ def _facts(o: Outcome) -> dict[str, Any]:
 
 
 def _print(o: Outcome, out: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -238,7 +237,7 @@ def _print(o: Outcome, out: Path) -> None:
     for g in o.ggufs:
         table.add_row(f"GGUF {g.file_type}", "-", "-", "-", f"{g.nbytes / 1e6:.1f}",
                       f"{g.bits_per_weight:.2f}", "-", "-")  # fmt: skip
-    console = Console()
+    console = terminal()
     console.print(o.source, markup=False)
     console.print(table)
     for name, said in (o.llama_cpp or {}).items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import print_json
+from .common import print_json, terminal
 
 if TYPE_CHECKING:
     from ..spec import LayerScheme, QuantSpec
@@ -79,7 +79,6 @@ def describe(spec: QuantSpec) -> str:
 
 
 def _table(checkpoint: Path, facts: dict[str, Any], every: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     size = facts["size"]
@@ -101,4 +100,4 @@ def _table(checkpoint: Path, facts: dict[str, Any], every: bool) -> None:
     if every:
         for name, scheme in facts["modules"].items():
             table.add_row(name, scheme)
-    Console().print(table)
+    terminal().print(table)

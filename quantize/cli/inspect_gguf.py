@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...kernels.errors import UserError
-from .common import print_json, say
+from .common import print_json, say, terminal
 
 if TYPE_CHECKING:
     from ..gguf.as_folder import Contents
@@ -79,11 +79,10 @@ def shown(value: Any) -> str:
 
 
 def _table(file: GGUFFile, found: Contents, every: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = terminal()
     title = found.path if len(file.paths) == 1 else f"{found.path} and its other parts"
     metadata = Table("key", "value", title=Text(title))
     for key, value in file.keys.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..recipe import Recipe
-from .common import print_json, say
+from .common import model_path, print_json, say, terminal
 from .recipe_options import takes_recipe
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @takes_recipe
 def plan(
-    model: Annotated[str, typer.Argument(help="A model folder (safetensors) or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
     chosen: Recipe,
     out: Annotated[
         Path | None,
@@ -37,6 +37,8 @@ def plan(
 ) -> None:
     """Say what a quantization would give, need and take; read no weight and write nothing.
 
+    (A GGUF file is dequantized to the user's cache first, as a run would.)
+
     Takes the options of `quantize run`, refuses what that refuses, and says of each linear who can
     run it and why not, for how many devices it can be cut, and what to change.
 
@@ -44,22 +46,23 @@ def plan(
     """
     from ..planning.make import plan as make_plan
 
-    report = make_plan(model, chosen, out, device, overwrite, timed=not no_timing)
+    report = make_plan(
+        model_path(model), chosen, out, device, overwrite, timed=not no_timing
+    )
     if as_json:
         print_json(as_plain(report))
         return
-    from rich.console import Console
 
     from .plan_table import advice_table, module_table, runtime_table, total_table
 
     for note in report.notes:
         say(note)
-    terminal = Console()
-    terminal.print(module_table(report, every))
-    terminal.print(runtime_table(report, every))
-    terminal.print(total_table(report))
+    console = terminal()
+    console.print(module_table(report, every))
+    console.print(runtime_table(report, every))
+    console.print(total_table(report))
     if report.advice:
-        terminal.print(advice_table(report))
+        console.print(advice_table(report))
 
 
 def as_plain(report: PlanReport) -> dict[str, Any]:

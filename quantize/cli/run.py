@@ -9,7 +9,7 @@ import typer
 
 from ..recipe import Recipe
 from ..sizes import MAX_SHARD_SIZE
-from .common import model_path, print_json, say
+from .common import model_path, print_json, say, terminal
 from .recipe_options import takes_recipe
 
 if TYPE_CHECKING:
@@ -73,13 +73,12 @@ def _show(result: RunResult, as_json: bool) -> None:
         })  # fmt: skip
         return
     if result.budget is not None:
-        from rich.console import Console
 
         from .budget_table import choice_table, frontier_table
 
-        terminal = Console(stderr=True)
-        terminal.print(frontier_table(result.budget))
-        terminal.print(choice_table(result.budget))
+        console = terminal(stderr=True)
+        console.print(frontier_table(result.budget))
+        console.print(choice_table(result.budget))
     bits = size.quantized_bits_per_weight
     per_weight = "weights as they were" if bits is None else f"{bits:.3f} bits per quantized weight"
     say(f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, {per_weight}, {result.seconds:.0f} s")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...kernels.errors import counted
 from .common import print_json
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def _show(report: VerifyReport) -> None:
     warnings = len(report.findings) - errors
     state = "whole" if report.whole else "not whole"
     typer.echo(
-        f"{state}: {report.path}, {report.layout or 'unknown layout'}, {report.tensors} tensors, "
-        f"{report.quantized} quantized linears, {errors} errors, {warnings} warnings"
+        f"{state}: {report.path}, {report.layout or 'unknown layout'}, "
+        f"{counted(report.tensors, 'tensor')}, {counted(report.quantized, 'quantized linear')}, "
+        f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
     )
