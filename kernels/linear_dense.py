@@ -15,6 +15,8 @@ from .linear_ops import LinearKernel, LinearOperands, LinearProblem, dense_weigh
 
 
 def _decline(problem: LinearProblem) -> str | None:
+    if problem.batch_invariant:
+        return "its sums may depend on the batch"
     return None if problem.kind == "float" else "is for float codes; whole numbers stay packed"
 
 

@@ -21,7 +21,7 @@ CHUNK_WEIGHTS = 1 << 24  # 64 MiB of float32
 
 
 def _decline(problem: LinearProblem) -> str | None:
-    return None
+    return "its sums may depend on the batch" if problem.batch_invariant else None
 
 
 def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:

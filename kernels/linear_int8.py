@@ -21,6 +21,8 @@ MAX_ROWS = 64
 
 
 def _decline(problem: LinearProblem) -> str | None:
+    if problem.batch_invariant:
+        return "its sums depend on the batch"
     if problem.device != "cpu":
         return f"runs on cpu, not {problem.device}"
     if problem.kind != "int":

@@ -25,7 +25,8 @@ class LinearProblem(NamedTuple):
 
     group_size: consecutive input columns that share a scale (in_features when a row has one scale);
     the last group may be cut. dtype, device: those of the activations. kind: of the codes.
-    activation: how inputs are quantized, None where they are not.
+    activation: how inputs are quantized, None where they are not. batch_invariant: a token's result
+    must have the same bits in every batch.
     """
 
     num_bits: int
@@ -37,6 +38,7 @@ class LinearProblem(NamedTuple):
     device: str
     kind: Literal["int", "float"] = "int"
     activation: ActivationFormat | None = None
+    batch_invariant: bool = False
 
 
 class LinearOperands(NamedTuple):
@@ -98,14 +100,15 @@ def dense_weight(operands: LinearOperands, problem: LinearProblem, dtype: torch.
 
 
 def linear_kernels() -> tuple[LinearKernel, ...]:
-    """The dispatch table, best first. The last one accepts everything."""
+    """The dispatch table, best first. The last one accepts everything but `batch_invariant`."""
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
     from .linear_int4 import INT4PACK_CPU
     from .linear_int8 import INT8PACK_CPU
     from .linear_w8a8 import W8A8_CPU
+    from .linear_wna16 import WNA16
 
-    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, DENSE, DEQUANT
+    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, WNA16, DENSE, DEQUANT
 
 
 def choose_linear(problem: LinearProblem, force: str | None = None) -> Choice[LinearKernel]:

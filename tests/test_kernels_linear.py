@@ -270,7 +270,14 @@ def test_inputs_are_quantized_before_a_kernel_that_does_not(scheme):
         ({"num_bits": 8, "group_size": 128}, "int8pack_cpu"),
         ({"num_bits": 8, "group_size": 128, "symmetric": False}, "dequant"),
         ({"num_bits": 8, "group_size": 40, "in_features": 40}, "dequant"),
-        ({"device": "cuda"}, "dequant"),
+        ({"device": "cuda"}, "wna16"),
+        ({"device": "cuda", "num_bits": 3, "symmetric": False}, "wna16"),
+        ({"device": "cuda", "group_size": 128, "activation": TOKEN_INT8}, "wna16"),
+        ({"device": "cuda", "group_size": 96, "in_features": 192}, "dequant"),
+        ({"device": "cuda", "num_bits": 5}, "dequant"),
+        ({"device": "cuda", "dtype": torch.float32}, "dequant"),
+        ({"device": "cuda", "batch_invariant": True}, "wna16"),
+        ({"batch_invariant": True}, "int4pack_cpu"),
     ],
     ids=str,
 )
@@ -280,6 +287,11 @@ def test_table_takes_the_first_that_accepts_and_keeps_the_reasons(changes, kerne
     names = [k.name for k in linear_kernels()]
     assert list(choice.declined) == names[: names.index(kernel)]
     assert all(choice.declined.values())
+
+
+def test_what_depends_on_the_batch_declines_where_that_is_asked():
+    with pytest.raises(UserError, match="dequant: its sums may depend on the batch"):
+        choose_linear(problem(dtype=torch.float32, batch_invariant=True))
 
 
 def test_forcing_a_kernel():

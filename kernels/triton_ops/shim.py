@@ -5,6 +5,9 @@ all the same, and a launch raises. With TRITON_INTERPRET=1 at the first import k
 Triton's interpreter, on CPU tensors; that cannot change later in a process, for `triton.jit` looks
 once.
 
+What a compile-time constant is worth, pyright cannot know: kernel files begin with a line that
+turns off the complaints about it.
+
 The interpreter's limits, which kernels respect: no inline assembly and no `dot_scaled`; bfloat16
 is right only when it is upcast to float32 right after the load (`device_math.dot` does), and
 rounded wrongly at a store, so tests use float16 and float32 there.
@@ -33,6 +36,9 @@ else:
         from triton import knobs
     except ImportError:
         triton = tl = None
+
+constexpr_function: Any = getattr(triton, "constexpr_function", lambda function: function)
+"""Marks a plain function of compile-time constants that kernels call while they are compiled."""
 
 INTERPRETED: Any = triton and tl.constexpr(bool(knobs.runtime.interpret))
 """Whether kernels run in the interpreter; a compile-time constant, to be used inside kernels."""
