@@ -155,12 +155,13 @@ def choose_scales(grouped: Tensor, fmt: KVFormat, axis: int) -> tuple[Tensor, Te
 
 
 def rotate_heads(x: Tensor) -> Tensor:
-    """x [..., head_dim] float32 through an orthonormal symmetric Hadamard matrix, its own inverse.
+    """x [..., head_dim], float32 or float64, through an orthonormal Hadamard matrix, which is
+    symmetric and so its own inverse.
 
     Where head_dim is no power of two, in blocks of the largest one that divides it.
     """
     size = x.shape[-1] & -x.shape[-1]
-    matrix = hadamard_matrix(size).to(x.device)
+    matrix = hadamard_matrix(size).to(x)
     return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
 
 

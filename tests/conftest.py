@@ -34,6 +34,16 @@ def kernel_dtypes(kernel_device: torch.device) -> tuple[torch.dtype, ...]:
     return torch.float16, *on_gpu
 
 
+@pytest.fixture
+def nan_outputs() -> Iterator[None]:
+    """What is allocated and never written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(9).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`quantize`, each call in a process of its own."""

@@ -1,0 +1,190 @@
+"""Paged attention on a CPU: blocks gathered for many sequences at once, then torch's flash kernel.
+
+torch has no CPU kernel that reads blocks, so keys and values are copied together first, which costs
+less than half of what attending does. Sequences with as many new tokens and like lengths go
+together, the shorter ones masked. The query heads that share a kv head are rows of one product,
+which spares copies of keys and values for each of them; longer prompts take them apart, so that
+the mask stays small. What follows from the batch alone is made once and kept for all layers.
+
+Measured (one thread of a Zen 4 core, 9 heads over 3 kv heads of 64, blocks of 16, bfloat16, best
+runs): at 16 sequences of 128 keys 0.60 ms, one call a sequence 1.83 ms, SDPA's own grouped heads
+15.7 ms, batched products without it 20 ms; at 16 of 2048, 47, 69, 335 and 261 ms. Results do not
+depend on the batch: rows alone and beside longer ones are the same bits (tests).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_ops import (
+    AttentionKernel,
+    AttentionOptions,
+    AttentionOutput,
+    AttentionProblem,
+    PagedBatch,
+)
+from .kv_quant import rotate_heads
+from .paged_kv import BlockPool, block_rows, gather_blocks
+
+MAX_ROWS = 64  # rows that share a kv head in one product
+PADDING = 2  # no sequence is gathered together with one more than so many times as long
+
+
+class _Group(NamedTuple):
+    """Sequences that are attended to at once, of as many new tokens each.
+
+    rows: int64 [seqs * n], their tokens in q; None where they are all of q, in order. tables:
+    [seqs, blocks]; blocks: their `block_rows`. bias: added to the logits, [seqs, 1 or heads, n,
+    keys], or with `folded`, [seqs, 1 or kv_heads, shared * n, keys]; None where a sequence has no
+    keys but those of its new tokens, whose mask is a triangle.
+    """
+
+    rows: Tensor | None
+    tables: Tensor
+    blocks: Tensor
+    bias: Tensor | None
+    folded: bool
+
+
+def _decline(problem: AttentionProblem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not {problem.device}"
+    if problem.softcap:
+        return "has no softcap"
+    if problem.keys.head_dim != problem.values.head_dim:
+        return (
+            f"takes keys and values of one head size, not {problem.keys.head_dim} and "
+            f"{problem.values.head_dim}"
+        )
+    if problem.dtype == torch.float64:
+        return "takes 16 and 32-bit floats, not float64"
+    return None
+
+
+def _run(
+    q: Tensor, keys: BlockPool, values: BlockPool, batch: PagedBatch, options: AttentionOptions
+) -> AttentionOutput:
+    if keys.fmt is not None and keys.fmt.rotate and options.rotated_queries:
+        q = rotate_heads(q.float()).to(q.dtype)  # gathered keys are turned back
+    shared = q.shape[1] // keys.kv_heads
+    # slopes are told apart by identity: the key keeps them alive
+    key = ("sdpa_cpu", options.sliding_window, options.alibi_slopes, q.dtype, shared)
+    groups = batch.once(key, lambda: _plan(batch, keys, options, q.dtype, shared))
+    if len(groups) == 1 and groups[0].rows is None:
+        return _attend(q, keys, values, groups[0], options)
+    out, lse = q.new_zeros(q.shape), torch.full(q.shape[:2], -torch.inf)
+    if options.sinks is not None:
+        lse = options.sinks.expand(q.shape[:2]).clone()
+    for group in groups:
+        rows = group.rows
+        part = _attend(q if rows is None else q[rows], keys, values, group, options)
+        place = slice(None) if rows is None else rows
+        out[place], lse[place] = part
+    return AttentionOutput(out, lse)
+
+
+def _attend(
+    q: Tensor, keys: BlockPool, values: BlockPool, group: _Group, options: AttentionOptions
+) -> AttentionOutput:
+    """Of the tokens of one group, q [seqs * n, heads, head_dim]."""
+    heads, head_dim = q.shape[1:]
+    seqs, n = len(group.tables), len(q) // len(group.tables)
+    k, v = (gather_blocks(pool, group.tables, q.dtype, group.blocks) for pool in (keys, values))
+    q = q.view(seqs, n, heads, head_dim).transpose(1, 2)
+    if group.folded:
+        q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
+    else:
+        k, v = (x.repeat_interleave(heads // keys.kv_heads, 1) for x in (k, v))
+    if group.bias is None:
+        k, v = k[:, :, :n], v[:, :, :n]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, group.bias is None, attn_mask=group.bias, scale=options.scale
+    )
+    out = out.reshape(seqs, heads, n, head_dim).transpose(1, 2).flatten(0, 1)
+    lse = lse.reshape(seqs, heads, n).transpose(1, 2).flatten(0, 1)
+    if options.sinks is not None:
+        whole = torch.logaddexp(lse, options.sinks)
+        out, lse = out * torch.exp(lse - whole).unsqueeze(-1).to(out.dtype), whole
+    return AttentionOutput(out, lse)
+
+
+class _Member(NamedTuple):
+    """A sequence: what must be equal in a group, and the blocks of it that are seen."""
+
+    queries: int
+    is_triangle: bool
+    blocks: int
+    first_block: int
+    seq: int
+
+
+def _plan(
+    batch: PagedBatch, keys: BlockPool, options: AttentionOptions, dtype: torch.dtype, shared: int
+) -> list[_Group]:
+    starts, lengths = batch.cu_seqlens_q.tolist(), batch.context_lens.tolist()
+    members = []
+    for seq, length in enumerate(lengths):
+        n = starts[seq + 1] - starts[seq]
+        if n == 0 or length == 0:
+            continue
+        seen_from = 0
+        if options.sliding_window is not None:
+            seen_from = max(0, length - n - options.sliding_window + 1)
+        plain = options.alibi_slopes is None and (options.sliding_window or n) >= n
+        first = seen_from // keys.block_size
+        count = -(-length // keys.block_size) - first
+        members.append(_Member(n, plain and 1 < n == length, count, first, seq))
+    together: list[list[_Member]] = []
+    for member in sorted(members, key=lambda m: (m[:2], -m.blocks)):
+        longest = together[-1][0] if together else None
+        if longest and longest[:2] == member[:2] and longest.blocks <= PADDING * member.blocks:
+            together[-1].append(member)
+        else:
+            together.append([member])
+    alone = len(together) == 1 and len(together[0]) == len(lengths)
+    return [_group(group, batch, keys, options, dtype, shared, alone) for group in together]
+
+
+def _group(
+    members: list[_Member], batch: PagedBatch, keys: BlockPool, options: AttentionOptions,
+    dtype: torch.dtype, shared: int, alone: bool,
+) -> _Group:  # fmt: skip
+    """alone: the group is the whole batch, so its order need not change."""
+    if alone:
+        members = sorted(members, key=lambda m: m.seq)
+    n, count = members[0].queries, max(m.blocks for m in members)
+    seqs = torch.tensor([m.seq for m in members])
+    first = torch.tensor([m.first_block for m in members])[:, None]
+    index = (first + torch.arange(count)).clamp_(max=batch.block_tables.shape[1] - 1)
+    tables = batch.block_tables[seqs].gather(1, index)
+    rows = None
+    if not alone:
+        rows = (batch.cu_seqlens_q[seqs].long()[:, None] + torch.arange(n)).flatten()
+    bias = None
+    folded = not members[0].is_triangle and n * shared <= MAX_ROWS
+    if not members[0].is_triangle:
+        position = batch.context_lens[seqs].long()[:, None] - n + torch.arange(n)
+        key = first * keys.block_size + torch.arange(count * keys.block_size)
+        bias = _bias(position[:, :, None] - key[:, None, :], options, dtype)
+        if folded:
+            split = (-1, shared) if bias.shape[1] > 1 else (1, 1)
+            bias = bias.unflatten(1, split).expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    return _Group(rows, tables, block_rows(tables, keys.kv_heads), bias, folded)
+
+
+def _bias(distance: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:
+    """[seqs, 1 or heads, n, keys] from how far behind a token each key lies, [seqs, n, keys]."""
+    seen = distance >= 0
+    if options.sliding_window is not None:
+        seen &= distance < options.sliding_window
+    if options.alibi_slopes is None:
+        bias = torch.zeros(seen.shape, dtype=dtype)[:, None]
+    else:
+        bias = (-options.alibi_slopes[:, None, None] * distance[:, None]).to(dtype)
+    return bias.masked_fill_(~seen[:, None], -torch.inf)
+
+
+SDPA_CPU = AttentionKernel("sdpa_cpu", _decline, _run)

@@ -1,0 +1,237 @@
+"""Paged attention in Triton; kernels/attention_ops.py says what is computed.
+
+Two forms of one kernel (paged_attention_kernel.py):
+
+- "whole": a program goes through all keys of its rows. For prefill, whose tokens fill the device.
+- "split": a program takes SPLIT keys, and the parts are added up after. For decode. The size of a
+  split and the tiles within it are fixed, and a tile that a row does not see changes nothing in
+  it: a row's result is bitwise the same whatever else is in the batch, and however many tokens of
+  its sequence are computed at once.
+
+Left to itself the launcher splits where one tile of rows holds a sequence's new tokens; a runtime
+that wants the same bits for every batch asks for "split" always.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention_ops import AttentionOptions, AttentionOutput, PagedBatch
+from ..kv_quant import KVFormat, rotate_heads
+from ..paged_kv import BlockPool
+from .attention_combine import combine, padded
+from .checks import check_tensor
+from .launch import Warps, launch
+from .paged_attention_kernel import attention_kernel
+
+Form = Literal["whole", "split"]
+OP = "paged_attention"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_ROWS = 128
+
+
+class AttentionTiles(NamedTuple):
+    """block_m: rows of a program, a power of two from 16 on. block_n: keys at a time. split: keys
+    of a program, a multiple of block_n; 0 for all."""
+
+    block_m: int
+    block_n: int
+    split: int
+    warps: Warps
+
+
+def default_tiles(form: Form, head_dim: int, group: int) -> AttentionTiles:
+    """The shipped configuration; `group` query heads share a kv head."""
+    rows = max(16, padded(group))
+    if form == "split":
+        return AttentionTiles(rows, 64 if head_dim <= 128 else 32, 512, Warps(4, 2))
+    if head_dim <= 128:
+        return AttentionTiles(max(rows, 64), 64, 0, Warps(4, 2))
+    return AttentionTiles(max(rows, 64), 32, 0, Warps(8, 2))
+
+
+def paged_attention(
+    q: Tensor,
+    keys: BlockPool,
+    values: BlockPool,
+    batch: PagedBatch,
+    options: AttentionOptions,
+    form: Form | None = None,
+    tiles: AttentionTiles | None = None,
+) -> AttentionOutput:
+    """`paged_attention_reference` for q [tokens, heads, head_dim] float16, bfloat16 or float32, any
+    strides but that of its last axis, beside dense pools of the same dtype.
+
+    form: None for the launcher's choice. ValueError, naming it, for a tensor that does not fit.
+    """
+    check_attention(q, keys, values, batch, options)
+    tokens, heads, head_dim = q.shape
+    group = heads // keys.kv_heads
+    if form is None:
+        few = batch.max_query_len * group <= max(16, padded(group))
+        form = "split" if few else "whole"
+    tiles = tiles or default_tiles(form, head_dim, group)
+    if keys.fmt is not None and keys.fmt.rotate and not options.rotated_queries:
+        q = rotate_heads(q.float()).to(q.dtype)
+    out = q.new_empty(tokens, heads, values.head_dim)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    rotation = values.head_dim & -values.head_dim if values.fmt and values.fmt.rotate else 1
+    if tiles.split == 0:
+        _launch(q, keys, values, batch, options, tiles, out, lse, 1)
+        return AttentionOutput(
+            out if rotation == 1 else rotate_heads(out.float()).to(out.dtype), lse
+        )
+    splits = max(1, -(-batch.max_context_len // tiles.split))
+    parts = torch.empty(*out.shape[:2], splits, values.head_dim, dtype=torch.float32,
+                        device=q.device)  # fmt: skip
+    part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    _launch(q, keys, values, batch, options, tiles, parts, part_lse, splits)
+    combine(parts, part_lse, options.sinks, out, lse, rotation)
+    return AttentionOutput(out, lse)
+
+
+def _launch(
+    q: Tensor, keys: BlockPool, values: BlockPool, batch: PagedBatch, options: AttentionOptions,
+    tiles: AttentionTiles, out: Tensor, lse: Tensor, splits: int,
+) -> None:  # fmt: skip
+    tokens, heads, head_dim = q.shape
+    seqs = len(batch.context_lens)
+    group = heads // keys.kv_heads
+    one_tile = batch.max_query_len <= tiles.block_m // group
+    row_tiles = seqs if one_tile else tokens // (tiles.block_m // group) + seqs
+    args = {
+        "q_ptr": q,
+        **_pool_args("k", keys),
+        **_pool_args("v", values),
+        "table_ptr": batch.block_tables,
+        "context_ptr": batch.context_lens,
+        "cu_ptr": batch.cu_seqlens_q,
+        "sinks_ptr": options.sinks,
+        "slopes_ptr": options.alibi_slopes,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "seqs": seqs,
+        "heads": heads,
+        "splits": splits,
+        "scale": options.scale,
+        "softcap": options.softcap or 0.0,
+        "window": options.sliding_window or 0,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "table_seq": batch.block_tables.stride(0),
+    }
+    constants = {
+        "HEAD_GROUP": group,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": values.head_dim,
+        "BLOCK_SIZE": keys.block_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "SPLIT": tiles.split,
+        "ONE_TILE": one_tile,
+        **_pool_constants("K", keys),
+        **_pool_constants("V", values),
+        "WINDOW": options.sliding_window is not None,
+        "SOFTCAP": options.softcap is not None,
+        "SINKS": options.sinks is not None,
+        "ALIBI": options.alibi_slopes is not None,
+    }
+    grid = (row_tiles, keys.kv_heads, splits)
+    launch(attention_kernel, grid, args, constants, tiles.warps)
+
+
+def _pool_args(side: str, pool: BlockPool) -> dict[str, Any]:
+    codes, scale = pool.codes.stride(), pool.scale.stride() if pool.scale is not None else (0,) * 4
+    return {
+        f"{side}_ptr": pool.codes,
+        f"{side}_scale_ptr": pool.scale,
+        f"{side}_offset_ptr": pool.offset,
+        f"{side}_static_ptr": pool.static_scale,
+        **{f"{side}_{axis}": codes[i] for i, axis in enumerate(("block", "head", "slot"))},
+        **{f"{side}s_{axis}": scale[i] for i, axis in enumerate(("block", "head", "slot"))},
+    }
+
+
+def _pool_constants(side: str, pool: BlockPool) -> dict[str, Any]:
+    fmt, head_dim = pool.fmt, pool.head_dim
+    bits = 16 if fmt is None else fmt.num_bits
+    return {
+        f"{side}_BITS": bits,
+        f"{side}_FP8": fmt is not None and fmt.kind == "float",
+        f"{side}_SCALES": scales_of(fmt, head_dim),
+        f"{side}_GROUP": 1 if fmt is None else max(1, fmt.group),
+        f"{side}_OFFSETS": pool.offset is not None,
+        f"{side}_PAD": padded(max(16, head_dim // 2 if bits == 4 else head_dim)),
+    }
+
+
+def scales_of(fmt: KVFormat | None, head_dim: int) -> str:
+    """What a scale of the format is for, in the kernel's words."""
+    if fmt is None:
+        return "none"
+    if fmt.axis == "static":
+        return "static"
+    return "token" if fmt.group == head_dim else "group"
+
+
+def check_attention(
+    q: Tensor, keys: BlockPool, values: BlockPool, batch: PagedBatch, options: AttentionOptions
+) -> None:
+    """ValueError, naming what does not fit."""
+    check_tensor(OP, "q", q, (None, None, None), DTYPES)
+    device, heads = q.device, q.shape[1]
+    for name, pool in (("keys", keys), ("values", values)):
+        check_pool(OP, name, pool, q.dtype, device)
+    if keys.codes.shape[:3] != values.codes.shape[:3]:
+        raise ValueError(
+            f"{OP}: blocks of keys are {tuple(keys.codes.shape[:3])}, those of values "
+            f"{tuple(values.codes.shape[:3])}"
+        )
+    if keys.head_dim != q.shape[2]:
+        raise ValueError(f"{OP}: q has heads of {q.shape[2]}, keys of {keys.head_dim}")
+    if heads % keys.kv_heads or heads // keys.kv_heads > MAX_ROWS:
+        raise ValueError(f"{OP}: {heads} query heads do not share {keys.kv_heads} kv heads evenly, "
+                         f"or more than {MAX_ROWS} share one")  # fmt: skip
+    seqs = batch.block_tables.shape[0]
+    check_tensor(OP, "block_tables", batch.block_tables, (seqs, None), [torch.int32], device)
+    check_tensor(OP, "context_lens", batch.context_lens, (seqs,), [torch.int32], device, True)
+    check_tensor(OP, "cu_seqlens_q", batch.cu_seqlens_q, (seqs + 1,), [torch.int32], device, True)
+    for name in ("sinks", "alibi_slopes"):
+        if (part := getattr(options, name)) is not None:
+            check_tensor(OP, name, part, (heads,), [torch.float32], device, True)
+    room = batch.block_tables.shape[1] * keys.block_size
+    if batch.max_context_len > room:
+        raise ValueError(
+            f"{OP}: max_context_len is {batch.max_context_len}, but block_tables {seqs} x "
+            f"{batch.block_tables.shape[1]} have room for {room} keys"
+        )
+
+
+def check_pool(
+    op: str, name: str, pool: BlockPool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError unless the pool's parts fit each other; `dtype`: of one that is not quantized."""
+    blocks, heads, size, width = pool.codes.shape
+    dtypes = [dtype if pool.fmt is None else torch.uint8]
+    check_tensor(op, name, pool.codes, (blocks, heads, size, width), dtypes, device)
+    fmt = pool.fmt
+    if fmt is None:
+        return
+    if fmt.axis == "static":
+        if pool.static_scale is None:
+            raise ValueError(f"{op}: {name} have no static_scale, which their format needs")
+        check_tensor(op, f"static_scale of {name}", pool.static_scale, (heads,), [torch.float32],
+                     device, True)  # fmt: skip
+        return
+    kept = (pool.scale,) if fmt.symmetric else (pool.scale, pool.offset)
+    for part_name, part in zip(("scale", "offset"), kept, strict=False):
+        if part is None:
+            raise ValueError(f"{op}: {name} have no {part_name}, which their format keeps")
+        shape = (blocks, heads, size, pool.head_dim // fmt.group)
+        check_tensor(op, f"{part_name} of {name}", part, shape, [torch.float16], device)
+        assert pool.scale is not None
+        if part.stride() != pool.scale.stride():
+            raise ValueError(f"{op}: scale and offset of {name} have different strides")
