@@ -68,8 +68,10 @@ def quantize_model(
     run = _prepare(folder, out, recipe, device, restart)
     recipe, model, plan, notes = run.recipe, run.model, run.plan, run.notes
     journal = Journal(out, _identity(model, recipe, run.rows), restart)
+    if damaged := ", ".join(journal.damaged):
+        notes.append(f"made anew, for what was finished of them is damaged: {damaged}")
     if journal.resumed:
-        notes.append(f"resuming after {journal.resumed} finished layers")
+        notes.append(f"resuming after {counted(journal.resumed, 'finished layer')}")
     for note in [*notes, run.foreseen.sentence()]:
         say(note)
     budget = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,9 @@ def test_other_inputs_are_not_mixed_in(
     model = Path(unfinished[1])
     original = copied(model, tmp_path / "original")
     change_tensors(model, lambda t: t["model.norm.weight"].mul_(2))
-    command(*unfinished).refuses("model.model.safetensors.mtime_ns", "there")
+    message = command(*unfinished).refuses("model's model.safetensors was written to since")
+    seconds = message.partition("touch -d @")[2].partition(" ")[0]
+    assert float(seconds) == pytest.approx((original / "model.safetensors").stat().st_mtime)
     shutil.rmtree(model)
     shutil.copytree(original, model)  # copy2: the time of change is the original's
     assert command(*unfinished).code == 0
@@ -258,12 +261,30 @@ def test_a_damaged_journal_is_said(content: str, unfinished: list[str], command:
     assert command(*unfinished, "--restart").code == 0
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.safetensors", "model.layers.1.report.json"])
-def test_a_damaged_layer_is_said(name: str, unfinished: list[str], command: Commands) -> None:
-    file = Path(f"{unfinished[3]}.partial") / name
-    file.write_bytes(file.read_bytes()[:50])
-    command(*unfinished).refuses(name, "damaged", "--restart")
-    assert command(*unfinished, "--restart").code == 0
+def flip(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("damage", [lambda d: d[:50], flip], ids=["cut", "flipped"])
+@pytest.mark.parametrize("ending", ["safetensors", "report.json"])
+def test_a_damaged_layer_is_made_anew(
+    layer: int,
+    damage: Callable[[bytes], bytes],
+    ending: str,
+    unfinished: list[str],
+    command: Commands,
+    unbroken: dict[str, dict[str, str]],
+) -> None:
+    file = Path(f"{unfinished[3]}.partial") / f"model.layers.{layer}.{ending}"
+    file.write_bytes(damage(file.read_bytes()))
+    outcome = command(*unfinished)
+    assert outcome.code == 0
+    assert f"made anew, for what was finished of them is damaged: model.layers.{layer}" in (
+        outcome.stderr
+    )
+    assert "resuming after 1 finished layer" in outcome.stderr
+    assert hashes(Path(unfinished[3])) == unbroken["gptq"]
 
 
 def test_auto_keeps_the_dtype_that_the_run_began_with(

@@ -127,6 +127,29 @@ def test_a_finished_layer_deleted_while_a_run_is_at_work(
     assert hashes(out) == unbroken["calibrated"]
 
 
+def stop() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d + b"x", lambda d: b"{}" + d])
+def test_a_damaged_shard_of_a_streamed_run_is_made_anew(
+    damage: Callable[[bytes], bytes],
+    sharded: Path,
+    recipes: dict[str, Recipe],
+    unbroken: dict[str, dict[str, str]],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        at_work(patch, "streamed", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_model(sharded, out, recipes["streamed"])
+    (shard,) = (tmp_path / "out.partial" / "assembled").iterdir()
+    shard.write_bytes(damage(shard.read_bytes()))
+    quantize_model(sharded, out, recipes["streamed"])
+    assert hashes(out) == unbroken["streamed"]
+
+
 @pytest.mark.parametrize("kind", ["streamed", "calibrated"])
 def test_the_unfinished_output_deleted_while_a_run_is_at_work(
     kind: str,

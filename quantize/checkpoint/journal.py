@@ -2,8 +2,9 @@
 
 A partial folder `OUT.partial` holds journal.json (what is being made, from what) and one
 safetensors file with its report for each finished layer. Files are written under a temporary name,
-fsynced and renamed: a file that has its name is whole. A run that finds a journal of other inputs
-refuses to mix and names the difference; one that finds another process at work leaves it alone.
+fsynced and renamed: a file that has its name was whole. Its hash is in the report, so that a layer
+which was damaged afterwards is made anew. A run that finds a journal of other inputs refuses to mix
+and names the difference; one that finds another process at work leaves it alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...calib.safe_files import INDEX, read_json_object
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
-from .files import fsync_path, write_text
+from .files import fsync_path, hash_file, write_text
 from .raw import RawTensor, raw_tensors, write_tensors
 from .workspace import (
     JOURNAL,
@@ -34,11 +35,13 @@ from .workspace import (
 )
 
 EMPTY = (JOURNAL, f"{JOURNAL}.tmp", LOCK, REPLACED)  # what a run may have that has made nothing yet
+ENDING = ".safetensors"  # of a finished layer's file
 SHOWN = 4  # differences that a refusal names
 
 
 class Journal:
-    """Finished layers of one run. `resumed`: how many were found when it was opened."""
+    """Finished layers of one run. `resumed`: how many were found when it was opened; `damaged`:
+    those that were found and are made anew."""
 
     def __init__(self, out: Path, identity: dict[str, Any], restart: bool = False) -> None:
         """Open or start the journal of the output folder `out`.
@@ -61,10 +64,17 @@ class Journal:
             self._compare(there, identity)
         elif there != identity:  # a run that ended before it had made anything leaves no claim
             _replace(path, lambda p: write_text(p, json.dumps(identity, indent=2)))
-        self.resumed = sum(1 for _ in self.folder.glob("*.safetensors"))
+        self.damaged = [layer for layer in self.layers() if not self._is_whole(layer)]
+        for layer in self.damaged:
+            self.file(layer).unlink()
+        self.resumed = len(self.layers())
+
+    def layers(self) -> list[str]:
+        """Names of the finished layers."""
+        return sorted(p.name.removesuffix(ENDING) for p in self.folder.glob(f"*{ENDING}"))
 
     def file(self, layer: str) -> Path:
-        return self.folder / f"{layer}.safetensors"
+        return self.folder / f"{layer}{ENDING}"
 
     def finished(self, layer: str) -> bool:
         return self.file(layer).exists()
@@ -85,12 +95,19 @@ class Journal:
 
     def report(self, layer: str) -> dict[str, Any]:
         """The report of a finished layer, as it was given to `write`."""
-        return _read_json(self._report_file(layer))
+        try:
+            return read_json_object(self._report_file(layer), INDEX)["report"]
+        except (OSError, KeyError, UserError) as e:
+            raise _damaged(self._report_file(layer)) from e
 
     def write(self, layer: str, tensors: dict[str, Tensor], report: dict[str, Any]) -> None:
         """Record a finished layer; the tensors come last, since their file is the sign of it."""
-        _replace(self._report_file(layer), lambda p: write_text(p, json.dumps(report)))
-        _replace(self.file(layer), lambda p: write_tensors(p, tensors))
+
+        def write_both(path: Path) -> None:
+            told = {"report": report, "sha256": write_tensors(path, tensors).sha256}
+            _replace(self._report_file(layer), lambda p: write_text(p, json.dumps(told)))
+
+        _replace(self.file(layer), write_both)
 
     def keep(self, name: str, value: dict[str, Any]) -> None:
         """Record what was decided before the first layer, as plain JSON values."""
@@ -116,10 +133,18 @@ class Journal:
     def _report_file(self, layer: str) -> Path:
         return self.folder / f"{layer}.report.json"
 
+    def _is_whole(self, layer: str) -> bool:
+        try:
+            told = read_json_object(self._report_file(layer), INDEX)
+        except (OSError, UserError):
+            return False
+        return told.get("sha256") == hash_file(self.file(layer)).sha256 and "report" in told
+
     def _compare(self, there: dict[str, Any], here: dict[str, Any]) -> None:
-        found = _differences("", there, here)
-        if found:
-            named = [f"{key}: {_short(a)} there, {_short(b)} here" for key, a, b in found]
+        named = _changed_files(there.get("model"), here["model"])
+        found = _differences("", {**there, "model": None}, {**here, "model": None})
+        if named or found:
+            named += [f"{key}: {_short(a)} there, {_short(b)} here" for key, a, b in found]
             more = f"; {len(named) - SHOWN} more" if len(named) > SHOWN else ""
             raise UserError(
                 f"{self.folder} holds an unfinished run of other inputs "
@@ -159,13 +184,38 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path, INDEX)
     except (OSError, UserError) as e:
-        raise _damaged(path) from e
+        raise UserError(
+            f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
+        ) from e
 
 
 def _damaged(path: Path) -> UserError:
+    """Of a finished layer: the next run finds it and makes it anew."""
     return UserError(
-        f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
+        f"{path}, part of an unfinished run, is damaged; give the same command again, which makes "
+        "it anew"
     )
+
+
+def _changed_files(there: Any, here: dict[str, Any]) -> list[str]:
+    """In words, which files of the model are not those that a run began with."""
+    if not isinstance(there, dict):
+        return ["the model: none there"]
+    named = [f"the model's {file}: {'not there' if file not in there else 'gone here'}"
+             for file in sorted(there.keys() ^ here.keys())]  # fmt: skip
+    for file in sorted(there.keys() & here.keys()):
+        old, new = there[file], here[file]
+        if old == new:
+            continue
+        if old.get("bytes") != new["bytes"]:
+            named.append(f"the model's {file}: {old.get('bytes')} bytes there, {new['bytes']} here")
+            continue
+        seconds, rest = divmod(int(old.get("mtime_ns", 0)), 10**9)
+        named.append(
+            f"the model's {file} was written to since, its size is the same; if you know that its "
+            f"bytes are too, give it its time back: touch -d @{seconds}.{rest:09d} {file}"
+        )
+    return named
 
 
 def _differences(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:

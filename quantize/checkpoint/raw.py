@@ -150,16 +150,17 @@ def write_shards(
     return Written(total, files | write_index(folder, shards))
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write and fsync tensors as one safetensors file.
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
+    """Write and fsync tensors as one safetensors file; returns its record.
 
     (The library's own writer reports a full disk as a damaged file.)
     """
     ordered = in_file_order([slot(name, t) for name, t in tensors.items()])
-    with synced(path) as out:
+    with synced_and_hashed(path) as out:
         out.write(_header(ordered))
         for t in ordered:
             out.write(tensor_bytes(tensors[t.name]))
+    return out.record
 
 
 def read_raw(t: RawTensor) -> Iterator[bytes]:
@@ -204,7 +205,7 @@ class OpenShard:
     """
 
     def __init__(self, path: Path, tensors: Sequence[Entry]) -> None:
-        """UserError when there is a file of another layout under that name."""
+        """What is there has to be of the same tensors, see `is_begun`."""
         ordered = in_file_order(tensors)
         header = _header(ordered)
         self._path = path
@@ -216,10 +217,6 @@ class OpenShard:
             self._end[t.name] = offset
         if path.exists():
             self._file = path.open("r+b")
-            if self._file.read(len(header)) != header or path.stat().st_size != offset:
-                raise UserError(
-                    f"{path}, part of an unfinished run, is damaged; --restart throws that run away"
-                )
         else:
             with synced(path.with_name(path.name + ".tmp")) as begun:
                 begun.write(header)
@@ -248,6 +245,15 @@ class OpenShard:
 
     def close(self) -> None:
         self._file.close()
+
+
+def is_begun(path: Path, tensors: Sequence[Entry]) -> bool:
+    """Whether a shard of these tensors has been begun under that name, and is none the shorter."""
+    header = _header(in_file_order(tensors))
+    if not path.is_file() or path.stat().st_size != len(header) + sum(t.nbytes for t in tensors):
+        return False
+    with path.open("rb") as f:
+        return f.read(len(header)) == header
 
 
 def in_file_order(tensors: Iterable[AnyEntry]) -> list[AnyEntry]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .files import fsync_path, synced
-from .raw import Entry, OpenShard
+from .raw import Entry, OpenShard, is_begun
 
 FINISHED = "finished.txt"
 SYNC_BYTES = 1 << 28  # what a killed run does again at most, beside the tensor in hand
@@ -25,9 +25,11 @@ class StreamOutput:
         self.folder.mkdir(exist_ok=True)
         self._record = journal / FINISHED
         self._remove_others(set(shards))
-        begun = all((self.folder / file).exists() for file in shards)
-        if not begun:
+        lost = [file for file in shards if not is_begun(self.folder / file, shards[file])]
+        if lost:  # nothing was begun, or a shard is damaged: all is made anew
             self._record.unlink(missing_ok=True)
+            for file in lost:
+                (self.folder / file).unlink(missing_ok=True)
         self.finished = frozenset(_whole_lines(self._record))
         self._shards = [OpenShard(self.folder / file, tensors) for file, tensors in shards.items()]
         fsync_path(self.folder)
