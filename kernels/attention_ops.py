@@ -15,18 +15,16 @@ al. (arXiv:2108.12409).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .dispatch import Choice, choose
 from .kv_quant import rotate_heads
-from .paged_kv import BlockPool, PoolForm, gather_blocks
-
-T = TypeVar("T")
+from .paged_kv import BlockPool, PoolForm, Step, gather_blocks
 
 
 class AttentionOptions(NamedTuple):
@@ -43,14 +41,13 @@ class AttentionOptions(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PagedBatch:
+class PagedBatch(Step):
     """The sequences of one step, the same for every layer.
 
     block_tables: int32 [seqs, max_blocks], the blocks of each in order. context_lens: int32 [seqs],
     keys of each, those of its new tokens included; 0 for a padded row. cu_seqlens_q: int32
     [seqs + 1], where the new tokens of each begin among all. max_query_len, max_context_len: at
-    least the largest, known without asking the device. derived: what kernels made of it, see
-    `once`.
+    least the largest, known without asking the device.
     """
 
     block_tables: Tensor
@@ -58,18 +55,6 @@ class PagedBatch:
     cu_seqlens_q: Tensor
     max_query_len: int
     max_context_len: int
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made for the first layer that asks for `key` and kept for others."""
-        if key not in self.derived:
-            self.derived[key] = make()
-        return self.derived[key]
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether no sequence has more than one new token."""
-        return self.max_query_len <= 1
 
 
 class AttentionOutput(NamedTuple):

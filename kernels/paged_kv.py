@@ -8,7 +8,9 @@ A slot is the place of one token: block * block_size + its offset in the block.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from .bitplanes import plane_widths
 from .errors import UserError
 from .kv_quant import SCALE_DTYPE, KVCodes, KVFormat, dequantize_kv, quantize_kv
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+T = TypeVar("T")
 
 
 class BlockPool(NamedTuple):
@@ -53,6 +55,19 @@ class BlockPool(NamedTuple):
     @property
     def form(self) -> PoolForm:
         return PoolForm(self.fmt, self.kv_heads, self.head_dim, self.block_size, self.codes.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What the layers of one step have in common. derived: what kernels made of it, see `once`."""
+
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made for the first layer that asks for `key` and kept for others."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
 
 
 class PoolForm(NamedTuple):

@@ -14,6 +14,7 @@ from .attention_device import LN2, with_sink
 from .kv_codes import hadamard_rows
 from .launch import Warps, launch
 from .shim import jit, tl
+from .tiles import padded
 
 
 @jit
@@ -82,8 +83,3 @@ def combine(
         "SINKS": sinks is not None,
     }
     launch(combine_kernel, (tokens, heads), args, constants, Warps(min(4, -(-value_dim // 64)), 2))
-
-
-def padded(n: int) -> int:
-    """The next power of two from n on: tiles have such sizes."""
-    return 1 << (n - 1).bit_length()

@@ -22,10 +22,11 @@ from torch import Tensor
 from ..attention_ops import AttentionOptions, AttentionOutput, PagedBatch
 from ..kv_quant import KVFormat, rotate_heads
 from ..paged_kv import BlockPool
-from .attention_combine import combine, padded
+from .attention_combine import combine
 from .checks import check_tensor
 from .launch import Warps, launch
 from .paged_attention_kernel import attention_kernel
+from .tiles import padded
 
 Form = Literal["whole", "split"]
 OP = "paged_attention"
