@@ -28,6 +28,7 @@ from .checkpoint.load import read_config
 from .checkpoint.save import LinearStorage, check_output, save_checkpoint
 from .expert_calibration import coverage, coverage_notes, with_all_tokens
 from .linear_plan import Plan, make_plan, settled_recipe
+from .planning.advice import peer_notes
 from .planning.foresee import Foresight, Outline, foresee_run
 from .prepare import calibration_rows, can_stream, forward_dtype, open_for_passes, stacks_experts
 from .recipe import Recipe, WeightPass
@@ -146,7 +147,7 @@ def _prepare(folder: Path, out: Path, recipe: Recipe, device: str, restart: bool
         0 if rows is None else len(rows), where,
     )  # fmt: skip
     foreseen = foresee_run(outline, out, time.perf_counter() - start, restart)
-    notes = list(plan.notes)
+    notes = [*plan.notes, *peer_notes(plan)]
     if rows is not None and recipe.execution.dtype == "auto":
         notes.append(f"forward passes in {_name(dtype)} (--dtype auto)")
     if rotated is not None:

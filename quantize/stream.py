@@ -40,6 +40,7 @@ from .checkpoint.save import LinearStorage, check_output, complete_checkpoint
 from .checkpoint.stream_output import StreamOutput
 from .fp8_source import FP8Source
 from .linear_plan import Plan, plan_linears, settled_recipe
+from .planning.advice import peer_notes
 from .planning.foresee import Outline, foresee_run
 from .prepare import can_stream, streamed_linears
 from .recipe import Recipe
@@ -83,7 +84,7 @@ def stream_quantize(
     foreseen = foresee_run(outline, out, time.perf_counter() - start, restart)
     journal = Journal(out, _identity(source, config, recipe, where, max_shard_bytes), restart)
     output = StreamOutput(journal.folder, shards)
-    notes = list(plan.notes)
+    notes = [*plan.notes, *peer_notes(plan)]
     if isinstance(source, FP8Source):
         notes.append("the model is stored in FP8: dequantized as it is read")
     if output.finished:

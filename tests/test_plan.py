@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lowbit.calib.shards import Shards
 from lowbit.evals.size import size_report
 from lowbit.kernels.errors import UserError
 from lowbit.quantize import plan, run
+from lowbit.quantize.checkpoint.journal import Journal
 from lowbit.quantize.cli.recipe_options import build_recipe
 from lowbit.quantize.fp8_source import FP8Source
 from lowbit.quantize.planning.report import PlanReport
@@ -299,6 +301,41 @@ def test_the_run_says_what_it_will_take_before_it_begins(
         run(folder, tmp_path / method, recipe(method=method, text=story), say=said.append)
         assert said[-1].startswith("about ") and " on this machine, output " in said[-1]
         assert "peak memory about" in said[-1]
+
+
+def test_a_run_that_goes_on_says_what_the_rest_takes(
+    tmp_path: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.quantize.planning.foresee.WORTH_TIMING", 0)
+    folder = deep_llama(tmp_path / "model", layers=2)
+    chosen = recipe(method="gptq", text=story)
+    write = Journal.write
+
+    def stop(journal: Journal, layer: str, *args: Any) -> None:
+        write(journal, layer, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "write", stop)
+        run(folder, tmp_path / "out", chosen)
+    said: list[str] = []
+    result = run(folder, tmp_path / "out", chosen, say=said.append)
+    assert result.resumed_layers == 1
+    assert any(s.startswith("about ") and " for what is left on this machine" in s for s in said)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_the_run_names_fused_peers_that_differ(method: str, tmp_path: Path, story: Path) -> None:
+    folder = deep_llama(tmp_path / "model", layers=2)
+    chosen = recipe(method=method, text=story)
+    one = replace(chosen.weight_passes[0], targets=("re:.*q_proj", "re:.*o_proj"))
+    said: list[str] = []
+    run(folder, tmp_path / "out", replace(chosen, passes=(one,)), say=said.append)
+    (told,) = [s for s in said if "vLLM refuses" in s]
+    assert all(leaf in told for leaf in ("q_proj", "k_proj", "v_proj")) and "o_proj" not in told
+    said.clear()
+    run(folder, tmp_path / "all", chosen, say=said.append)
+    assert not any("vLLM refuses" in s for s in said)
 
 
 def test_an_unknown_head_count_does_not_stop_a_plan(tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lowbit.calib.shards import TensorInfo
+from lowbit.quantize.linear_plan import Plan, PlannedLinear
 from lowbit.quantize.passes.settings import GPTQSettings
 from lowbit.quantize.planning.memory import ModelBytes, estimate_memory
 from lowbit.quantize.planning.parallel import Heads, cut_refusal, fused_rows, is_expert, role_of
 from lowbit.quantize.planning.rates import Rates, Solver
+from lowbit.quantize.planning.resume import work_of_rest
 from lowbit.quantize.planning.runtimes import (
     EngineLinear,
     llama_cpp_answer,
@@ -17,7 +20,7 @@ from lowbit.quantize.planning.runtimes import (
     vllm_answer,
 )
 from lowbit.quantize.planning.timing import TimeEstimate, estimate_time, solve_seconds
-from lowbit.quantize.planning.work import Problem, Work, expert_share
+from lowbit.quantize.planning.work import Problem, Work, expert_share, problems_of
 from lowbit.quantize.recipe import Calibration, Execution, Recipe, Transform, WeightPass
 from lowbit.quantize.spec import scheme_from_name
 
@@ -260,3 +263,27 @@ def test_streaming_holds_chunks_whatever_the_model() -> None:
     large = estimate_memory(replace(streamed, bytes_before=10**9), MODEL, 0, False)
     larger = estimate_memory(replace(streamed, bytes_before=10**12), MODEL, 0, False)
     assert large == larger
+
+
+def test_a_run_that_goes_on_has_the_rest_to_do() -> None:
+    names = [f"layers.{i}.{leaf}" for i in range(4) for leaf in ("q_proj", "down_proj")]
+    linears = {n: PlannedLinear(PASS, PASS.layer_scheme, (128, 128)) for n in names}
+    plan, kinds = Plan(linears, [], []), {"layers.0": [f"layers.{i}" for i in range(4)]}
+    problems = problems_of(plan, {}, False)
+    whole = replace(WORK, problems=problems, kinds={"layers.0": 4})
+    info = {f"{n}.weight": TensorInfo("f", (128, 128), torch.float32) for n in names}
+    left = work_of_rest(whole, plan, {}, info, kinds, {"layers.0", "layers.1", "layers.2"})
+    assert [p.count for p in left.problems] == [p.count // 4 for p in problems]
+    assert (left.kinds, left.restored) == ({"layers.0": 1}, {"layers.0": 3})
+    assert left.quantized_bytes == whole.quantized_bytes // 4
+    assert left.bytes_after == whole.bytes_after  # all of it is put together at the end
+    solvers = {p.kind: Solver(128, 2.0, 1.0, 128, 0.5) for p in problems}
+    rates = RATES._replace(gram={128: 1e-9}, solvers=solvers)
+    before, after = parts(whole, rates), parts(left, rates)
+    assert after["gptq"] == before["gptq"] / 4
+    assert after["finished layers"] == pytest.approx(8 * 3 * 0.01)
+    streamed = replace(whole, streamed=True, rows=0)
+    done = {f"{n}.weight" for n in names[:6]}
+    rest = work_of_rest(streamed, plan, {}, info, {}, done)
+    assert rest.bytes_after == whole.bytes_after // 4
+    assert sum(p.count for p in rest.problems) == sum(p.count for p in problems) // 4

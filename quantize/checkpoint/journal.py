@@ -159,6 +159,12 @@ def unfinished_identity(out: Path) -> dict[str, Any] | None:
     return _read_json(path) if path.exists() else None
 
 
+def unfinished_layers(out: Path) -> list[str]:
+    """Names of the layers that an unfinished run of `out` has finished, whole or damaged since."""
+    found = partial_folder(out).glob(f"*{ENDING}")
+    return sorted(p.name.removesuffix(ENDING) for p in found)
+
+
 def source_identity(source: TensorSource) -> dict[str, Any]:
     """What tells one model's files from another's without reading them through.
 

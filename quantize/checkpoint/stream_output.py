@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .files import fsync_path, synced
 from .raw import Entry, OpenShard, is_begun
+from .workspace import partial_folder
 
 FINISHED = "finished.txt"
 SYNC_BYTES = 1 << 28  # what a killed run does again at most, beside the tensor in hand
@@ -72,6 +73,12 @@ class StreamOutput:
                 shutil.rmtree(path)
             elif path.name not in shards:
                 path.unlink()
+
+
+def unfinished_tensors(out: Path) -> list[str]:
+    """Names of the source's tensors that an unfinished streamed run of `out` has finished."""
+    record = partial_folder(out) / FINISHED
+    return record.read_text("utf-8").split("\n")[:-1] if record.exists() else []
 
 
 def _whole_lines(record: Path) -> list[str]:

@@ -52,6 +52,19 @@ def workspace(out: Path) -> Iterator[Path]:
         remove(folder, lock)
 
 
+def clear_left_over(parent: Path) -> None:
+    """Remove the folders OUT.partial in `parent` that killed processes left, but those from whose
+    journal a run can go on."""
+    for folder in parent.glob("*.partial"):
+        if not _is_left_over(folder) or (folder / JOURNAL).exists():
+            continue
+        try:
+            lock = lock_folder(folder)
+        except UserError:  # its process is alive
+            continue
+        remove(folder, lock)
+
+
 def lock_folder(folder: Path) -> OutputLock:
     """Make the folder where it is not, and lock it; UserError when that cannot be."""
     try:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..linear_plan import GROUP_SIZES
+from ..linear_plan import GROUP_SIZES, Plan
 from ..spec import Group
 from .foresee import Foresight
 from .modules import ModulePlan
-from .parallel import SIZES, UnlikePeers
+from .parallel import SIZES, UnlikePeers, unlike_peers
 
 SHOWN = 3  # modules that an entry names
 TIED_SHARE = 0.25  # of the output, from which a tied embedding is worth a word
@@ -79,6 +79,12 @@ def _peers(peers: Sequence[UnlikePeers]) -> list[Advice]:
             sum(len(p.modules) for p in peers),
         )
     ]
+
+
+def peer_notes(plan: Plan) -> list[str]:
+    """The same of a plan, as notes of a run."""
+    schemes = {**dict.fromkeys(plan.untouched), **{n: p.scheme for n, p in plan.linears.items()}}
+    return [f"{a.trouble}; {a.remedy}" for a in _peers(unlike_peers(schemes))]
 
 
 def _vllm(modules: Sequence[ModulePlan]) -> list[Advice]:

@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..recipe import Recipe
 from .machine import free_disk_bytes, resident_bytes
 from .memory import MemoryEstimate, ModelBytes, estimate_memory
 from .rates import Rates, measure
+from .resume import finished_before, plan_of_rest, work_of_rest
 from .sample import RowTimes, row_times
 from .sizes import Sources, Totals, cache_scale_count, totals
 from .timing import COPIES, TimeEstimate, estimate_time
@@ -39,7 +40,7 @@ class Outline:
     """A run that is settled but for its weights.
 
     model: None where weights are streamed. rows: calibration rows, 0 without any. info: the tensors
-    that the output is made of.
+    that the output is made of. finished: layers, or streamed tensors, that an earlier run has done.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class Outline:
     model: LayeredModel | None
     rows: int
     device: torch.device
+    finished: frozenset[str] = frozenset()
 
     @property
     def layout(self) -> Layout:
@@ -69,13 +71,15 @@ class Outline:
 @dataclass(frozen=True)
 class Foresight:
     """time: None where it was not asked for. note: how it was found, "" where there is nothing to
-    say of it. disk_bytes: that the output and its making take at most."""
+    say of it. disk_bytes: that the output and its making take at most. resumed: whether a run goes
+    on, so that the time is that of the rest."""
 
     totals: Totals
     memory: MemoryEstimate
     time: TimeEstimate | None
     note: str
     disk_bytes: int
+    resumed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts."""
@@ -96,7 +100,8 @@ class Foresight:
         if self.memory.device:
             parts.append(f"{_size(self.memory.device)} of the device's")
         if self.time is not None:
-            parts.insert(0, f"about {duration(self.time.seconds)} on this machine")
+            left = " for what is left" if self.resumed else ""
+            parts.insert(0, f"about {duration(self.time.seconds)}{left} on this machine")
         return ", ".join(parts)
 
 
@@ -126,10 +131,17 @@ def foresee(
         check_room(disk, place)
     if not timed:
         return Foresight(weights, memory, None, "", disk)
+    if outline.finished:
+        kinds = {} if outline.model is None else layer_kinds(outline.model)
+        work = work_of_rest(
+            work, outline.plan, outline.config, outline.info, kinds, outline.finished
+        )
     times = _row_times(outline, work)
     rates = _rates(outline, work, times, place or Path(tempfile.gettempdir()))
     begun += time.perf_counter() - start
-    return Foresight(weights, memory, estimate_time(work, rates, begun), times.note, disk)
+    time_left = estimate_time(work, rates, begun)
+    resumed = bool(outline.finished)
+    return Foresight(weights, memory, time_left, times.note, disk, resumed)
 
 
 def foresee_run(outline: Outline, out: Path, begun: float, restart: bool) -> Foresight:
@@ -139,12 +151,16 @@ def foresee_run(outline: Outline, out: Path, begun: float, restart: bool) -> For
     `restart`, has taken some of it already).
     """
     anew = restart or unfinished_identity(out) is None
+    if not anew:
+        finished = finished_before(out, streamed=outline.model is None)
+        outline = replace(outline, finished=finished)
     return foresee(outline, out.absolute().parent, begun, worth_timing(outline), must_fit=anew)
 
 
 def worth_timing(outline: Outline) -> bool:
     """Whether a run is long enough to measure the machine before: about a second and more."""
-    weights = sum(math.prod(p.shape) for p in outline.plan.linears.values())
+    rest = plan_of_rest(outline.plan, outline.finished, outline.model is None)
+    weights = sum(math.prod(p.shape) for p in rest.linears.values())
     tokens = outline.rows * outline.recipe.calibration.seq_len
     return weights * (tokens + PER_WEIGHT) > WORTH_TIMING
 

@@ -79,11 +79,12 @@ def _extrapolated(seconds: float, columns: int, timed: int, square: float) -> fl
 def _loop_parts(work: Work, rates: Rates) -> dict[str, float]:
     recipe = work.recipe
     parts: dict[str, float] = {"loading": LOADED_PASSES * work.layer_weights * rates.scan}
-    if recipe.budget is not None:
+    if recipe.budget is not None and not any(work.restored.values()):
         parts["sensitivity"] = _sensitivity(work, rates)
     if work.rows:
         rows = work.rows * layer_passes(recipe) + probing_rows(recipe)
-        parts["forward passes"] = rows * _row(work, rates)
+        parts["forward passes"] = rows * _row(work.kinds, rates)
+        parts["finished layers"] = work.rows * _row(work.restored, rates)
         parts["quantized inputs"] = sum(
             work.tokens * p.share * p.columns * p.count * rates.rounded_input
             for p in work.problems
@@ -98,9 +99,9 @@ def _loop_parts(work: Work, rates: Rates) -> dict[str, float]:
     return parts
 
 
-def _row(work: Work, rates: Rates) -> float:
-    """One row's way through all layers."""
-    return sum(rates.rows.get(name, 0.0) * count for name, count in work.kinds.items())
+def _row(kinds: Mapping[str, int], rates: Rates) -> float:
+    """One row's way through so many layers of each kind."""
+    return sum(rates.rows.get(name, 0.0) * count for name, count in kinds.items())
 
 
 def _statistics(p: Problem, work: Work, rates: Rates) -> float:
@@ -141,7 +142,7 @@ def _learned(p: Problem, work: Work, rates: Rates) -> float:
     rows += CHECKS * min(CHECKED_ROWS, work.rows)
     share = p.weights * p.count / whole
     touched = settings.iterations * TRAINED_PASSES * p.weights * p.count * rates.scan
-    return rows * _row(work, rates) * share + touched
+    return rows * _row(work.kinds, rates) * share + touched
 
 
 def _transform(transform: Transform, work: Work, rates: Rates) -> float:
@@ -183,7 +184,7 @@ def _sensitivity(work: Work, rates: Rates) -> float:
     assert budget is not None
     rows = min(budget.samples, work.rows)
     tokens = rows * work.seq_len
-    seconds = BUDGET_ROWS * rows * _row(work, rates)
+    seconds = BUDGET_ROWS * rows * _row(work.kinds, rates)
     seconds += 3 * tokens * work.vocabulary * work.hidden * rates.product
     candidates = len(budget.num_bits) * len(budget.group_sizes)
     for p in work.problems:

@@ -45,7 +45,8 @@ class Work:
     """What a run does.
 
     problems: all that is quantized. recipe: as it will run. rows: calibration rows, 0 without any.
-    kinds: a layer of each kind -> how many there are; None where no model is built. layer_weights:
+    kinds: a layer of each kind -> how many there are; None where no model is built. restored: of
+    each kind, those that are finished already and are run through once. layer_weights:
     numbers in all decoder layers. hidden, vocabulary: sizes of the model, 0 where unknown.
     bytes_before, bytes_after: of all tensors; quantized_bytes: of those that are made anew.
     streamed: weights are quantized without a model. head: columns and rows of an output head that
@@ -57,6 +58,7 @@ class Work:
     rows: int
     seq_len: int
     kinds: Mapping[str, int] = field(default_factory=dict)
+    restored: Mapping[str, int] = field(default_factory=dict)
     layer_weights: int = 0
     hidden: int = 0
     vocabulary: int = 0
