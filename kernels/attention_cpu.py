@@ -29,7 +29,7 @@ from .attention_ops import (
 from .kv_quant import rotate_heads
 from .paged_kv import BlockPool, block_rows, gather_blocks
 
-MAX_ROWS = 64  # rows that share a kv head in one product
+MAX_ROWS = 256  # rows that share a kv head in one product
 PADDING = 2  # no sequence is gathered together with one more than so many times as long
 
 
