@@ -51,6 +51,7 @@ def run_layers(
     batch_size: int = 8,
     all_experts: bool = False,
     progress: Callable[[str], object] = lambda name: None,
+    float_model: LayeredModel | None = None,
 ) -> None:
     """Drive `worker` through every decoder layer, then the output head where it is wanted.
 
@@ -58,6 +59,8 @@ def run_layers(
     batch_size: rows of one forward pass.
     all_experts: an expert's statistics are those of all tokens, not of those routed to it.
     progress: called with each finished layer's name.
+    float_model: the model before what comes ahead of its layers was quantized, for workers that
+    follow the float model; None: nothing was.
     """
     if rows is None:
         assert not worker.needs, "statistics need calibration rows"
@@ -73,44 +76,40 @@ def run_layers(
         del batches
         follow = worker.whole_layers or SHIFT in worker.needs  # the float model too
         targets = states if follow else []  # its hidden states
+        if follow and float_model is not None:
+            batches = float_model.layer_calls(rows, batch_size)
+            targets = [next(iter(b.values())).hidden for b in batches]
+            del batches
         watch = Watch(RowGuard(len(rows)), all_experts)
+        head = model.head if model.head is not None and worker.wants(model.head) else None
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
+            read = head is not None or number < len(model.layers)  # by anything that follows
             with model.loaded(name) as layer:
                 float_calls = [
                     LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=follow)
                 ]
                 targets = [forward_layer(layer, call) for call in float_calls]
+                states = []
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
                         groups = observe_layer(name, layer, calls, transform, watch)
                         transform.apply(name, layer, groups, calls)
-                    if worker.whole_layers:
-                        groups = observe_layer(name, layer, calls, worker, watch)
-                        worker.quantize_layer(name, layer, groups, calls, targets)
-                        states = _forward(name, layer, calls, worker)
-                    elif order == "sequential":
-                        states = _sequential(name, layer, calls, float_calls, worker, watch)
+                    if order == "sequential" and not worker.whole_layers:
+                        states = _sequential(name, layer, calls, float_calls, worker, watch, read)
                     else:
-                        states = _parallel(name, layer, calls, worker, watch)
+                        _observed(name, layer, calls, targets, worker, watch)
                     worker.finish(name, watch.guard.dropped)
-                else:
-                    states = _forward(name, layer, calls, worker)
+                if read and not states:
+                    with worker.quantized_inputs(name, layer):
+                        states = [forward_layer(layer, call) for call in calls]
             if number % LAYERS_A_TRIM == 0:
                 release_free_memory()
             progress(name)
-        if model.head is not None and worker.wants(model.head):
-            _output_head(model.head, model, rows, states, worker, watch.guard)
-            progress(model.head)
-
-
-def _forward(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker
-) -> list[Tensor]:
-    """The quantized layer's outputs."""
-    with worker.quantized_inputs(name, layer):
-        return [forward_layer(layer, call) for call in calls]
+        if head is not None:
+            _output_head(head, model, rows, states, worker, watch.guard)
+            progress(head)
 
 
 def _sequential(
@@ -120,7 +119,9 @@ def _sequential(
     float_calls: list[LayerCall],
     worker: LayerWorker,
     watch: Watch,
+    to_the_end: bool,
 ) -> list[Tensor]:
+    """The quantized layer's outputs; none unless `to_the_end`, what follows the last linear."""
     stops = find_stops(name, layer, calls[0], worker.wants, watch.all_experts)
     observe = Observer(stops, calls, worker, watch.guard)
     passes = [pausable_pass(layer, call) for call in calls]
@@ -139,7 +140,7 @@ def _sequential(
                     batch.resume()
                 for group in observe.take(index):
                     worker.quantize(group)
-            return [batch.finish() for batch in passes]
+            return [batch.finish() for batch in passes] if to_the_end else []
     finally:
         for batch in passes:
             batch.close()
@@ -147,13 +148,22 @@ def _sequential(
             twin.close()
 
 
-def _parallel(
-    name: str, layer: nn.Module, calls: list[LayerCall], worker: LayerWorker, watch: Watch
-) -> list[Tensor]:
+def _observed(
+    name: str,
+    layer: nn.Module,
+    calls: list[LayerCall],
+    targets: list[Tensor],
+    worker: LayerWorker,
+    watch: Watch,
+) -> None:
+    """Quantize what has been observed in the unquantized layer."""
+    groups = observe_layer(name, layer, calls, worker, watch)
+    if worker.whole_layers:
+        worker.quantize_layer(name, layer, groups, calls, targets)
+        return
     assert SHIFT not in worker.needs, "the recipe allows the shift of inputs in sequence only"
-    for group in observe_layer(name, layer, calls, worker, watch):
+    for group in groups:
         worker.quantize(group)
-    return _forward(name, layer, calls, worker)
 
 
 def _without_data(

@@ -115,6 +115,12 @@ def outputs_of(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]
             handle.remove()
 
 
+def unread_outputs(model: LayeredModel) -> set[str]:
+    """The layer after which nothing follows that is to be quantized: sequential order need not
+    finish its forward pass."""
+    return set() if model.head is not None else {list(model.layers)[-1]}
+
+
 def whole_forward(
     folder: Path, dtype: torch.dtype, rows: Tensor, layers: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -142,7 +148,11 @@ def test_the_loop_equals_a_whole_forward(
     with outputs_of(model.layers) as seen:
         run_layers(model, rows, onlooker, order, batch_size=2)
     states, hessians = whole_forward(folder, torch.float32, rows, list(model.layers))
+    unread = unread_outputs(model) if order == "sequential" else set()
     for name, expected in states.items():
+        if name in unread:
+            assert len(torch.cat(seen[name])) == 1, "more than the row that shows shared inputs"
+            continue
         got = torch.cat(seen[name])[-len(rows) :]  # earlier calls found shared inputs
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     heads = set(hessians) - set(onlooker.hessians)
@@ -164,8 +174,8 @@ def test_the_loop_in_bfloat16(family: str, originals: Callable[[str], Path]) -> 
     with outputs_of(model.layers) as seen:
         run_layers(model, rows, Onlooker(), "sequential")
     states, _ = whole_forward(folder, torch.bfloat16, rows, list(model.layers))
-    for name, expected in states.items():
-        assert torch.equal(seen[name][-1], expected), name
+    for name in states.keys() - unread_outputs(model):
+        assert torch.equal(seen[name][-1], states[name]), name
 
 
 SHARED = {

@@ -8,7 +8,12 @@ import pytest
 import torch
 from lowbit.calib.statistics import Hessian, InputShift
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.passes.gptq import corrected_weight, factor_hessian, gptq_quantize
+from lowbit.quantize.passes.gptq import (
+    corrected_weight,
+    factor_hessian,
+    gptq_quantize,
+    output_energy,
+)
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.passes.settings import GPTQSettings
 from lowbit.quantize.quantized import Quantized
@@ -162,6 +167,13 @@ def test_reported_error_is_the_damped_output_error(layer) -> None:
     assert result.error.sum().item() == pytest.approx(
         output_error(w, damped, result.quantized), rel=1e-3
     )
+
+
+@pytest.mark.parametrize("columns", [1, 5, COLUMNS])
+def test_output_energy_is_the_mean_square_of_each_output(layer, columns: int) -> None:
+    w, h = layer[0][:, :columns].double(), layer[1][:columns, :columns].double()
+    energy = output_energy(w.float(), h.float())
+    torch.testing.assert_close(energy.double(), ((w @ h) * w).sum(1), rtol=1e-5, atol=0)
 
 
 def test_stacked_linears_get_what_each_gets_alone(layer) -> None:

@@ -32,6 +32,7 @@ from .refine import refine
 from .settings import MAX_DAMP, GPTQSettings
 
 ROWS_A_CHUNK = 1024  # of a weight, whose products with H are temporaries
+ENERGY_STRIPS = 6  # the upper half of H in strips, as a Gram matrix is summed
 
 
 class Factor(NamedTuple):
@@ -143,8 +144,18 @@ def _inverse_factor(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor 
 
 
 def output_energy(w: Tensor, hessian: Tensor) -> Tensor:
-    """float32 [out]: the mean square of each output of w float32 [out, in], as far as H tells."""
-    return torch.cat([((rows @ hessian) * rows).sum(1) for rows in w.split(ROWS_A_CHUNK)])
+    """float32 [out]: the mean square of each output of w float32 [out, in], as far as the symmetric
+    `hessian` tells. Of the products of two columns each is computed once, and counted twice."""
+    columns = w.shape[1]
+    strip = -(-columns // ENERGY_STRIPS)
+    energy = w.new_zeros(len(w), dtype=torch.float32)
+    for rows, total in zip(w.split(ROWS_A_CHUNK), energy.split(ROWS_A_CHUNK), strict=True):
+        for i in range(0, columns, strip):
+            own, right = rows[:, i : i + strip], rows[:, i + strip :]
+            product = own @ hessian[i : i + strip, i : i + strip]
+            product.addmm_(right, hessian[i + strip :, i : i + strip], alpha=2)
+            total += product.mul_(own).sum(1)
+    return energy
 
 
 def corrected_weight(w: Tensor, factor: Factor, shift: Tensor, strength: float) -> Tensor:
