@@ -101,6 +101,7 @@ def dense_weight(operands: LinearOperands, problem: LinearProblem, dtype: torch.
 
 def linear_kernels() -> tuple[LinearKernel, ...]:
     """The dispatch table, best first. The last one accepts everything but `batch_invariant`."""
+    from .linear_a8 import A8
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
     from .linear_int4 import INT4PACK_CPU
@@ -108,7 +109,7 @@ def linear_kernels() -> tuple[LinearKernel, ...]:
     from .linear_w8a8 import W8A8_CPU
     from .linear_wna16 import WNA16
 
-    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, WNA16, DENSE, DEQUANT
+    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, WNA16, DENSE, DEQUANT
 
 
 def choose_linear(problem: LinearProblem, force: str | None = None) -> Choice[LinearKernel]:

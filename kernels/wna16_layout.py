@@ -26,12 +26,12 @@ PLANE_WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
 
 def tile_columns(num_bits: int) -> int:
-    """Columns of a tile: those of one plane of the narrowest width."""
-    return RUN * 16 // PLANE_WIDTHS[num_bits][-1]
+    """Columns of a tile: those of one plane of the narrowest width, at least 128."""
+    return max(RUN * 16 // PLANE_WIDTHS[num_bits][-1], 128)
 
 
 def tile_planes(num_bits: int) -> int:
-    """Planes of 32 words a row in a tile: 1, or 3 for 3 bits (two of width 2, then one of 1)."""
+    """Planes of 32 words a row in a tile: 1; 2 for 8 bits; 3 for 3 (two of width 2, one of 1)."""
     return tile_columns(num_bits) * num_bits // (RUN * 16)
 
 

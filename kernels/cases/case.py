@@ -47,16 +47,20 @@ class Bars:
 
     once: operands of which at most 1.02 of their bytes are moved (each read or written once).
     wide: operands whose every load must be 128 bits, or a bulk copy.
-    tensor_cores: what the multiplying is done in; None for ops that multiply no matrices.
-    unpacked: the operand that holds packed codes, and how many codes; its conversions and logic
-        instructions are counted per code.
-    max_logic: how many logic instructions a code may take; None: reported only.
+    tensor_cores: what matrices are multiplied in; None for ops that multiply none.
+    tile_rows: rows of the tile that tensor cores multiply: from 64 on Hopper and Blackwell have
+        instructions of their own.
+    codes_in_loop: packed codes that one pass of a program's loop unpacks; instructions of the loop
+        are counted per code. 0: nothing is unpacked.
+    max_logic: how many logic, shift and permute instructions a code may take on CUDA, and no
+        conversion of whole numbers to floats; None: counted only.
     """
 
     once: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     tensor_cores: Literal["fp16", "int8", "fp8", "fp4"] | None = None
-    unpacked: tuple[str, int] | None = None
+    tile_rows: int = 64
+    codes_in_loop: int = 0
     max_logic: float | None = None
 
 
@@ -68,7 +72,9 @@ class Case:
     allocates its own outputs. reference: the same by plain torch in float64.
     tolerance: of ||run - reference|| / ||reference||, for each result.
     operations: multiplications and additions of the op's definition.
-    targets: those that this configuration is shipped for; empty for all ("cuda:80", "hip:gfx942").
+    targets: names of the targets that this configuration is shipped for ("sm_90"); empty: all.
+    ci: whether CI compiles it; the others are left to `python -m lowbit.kernels.audit`.
+    floor: bytes of an operand that the op must move, where that is not all of them.
     """
 
     op: str
@@ -80,6 +86,8 @@ class Case:
     bars: Bars = Bars()
     operations: int = 0
     targets: tuple[str, ...] = ()
+    ci: bool = False
+    floor: Callable[[Operands], dict[str, int]] | None = None
 
     @property
     def name(self) -> str:

@@ -34,7 +34,7 @@ from ..wna16_layout import (
     tile_planes,
 )
 from .checks import check_tensor
-from .device_math import dot
+from .device_math import dot, put_part, sum_parts
 from .launch import Warps, launch, launch_backend
 from .shim import jit, tl
 from .unpack import magic_zero, unpack, unpack_3
@@ -58,7 +58,9 @@ class WNA16Config(NamedTuple):
 @jit
 def _codes(words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes less zero of the SLOT-th run of 32 columns of a tile, from its planes."""
-    if BITS != 3:
+    if BITS == 8:
+        codes = unpack(words if SLOT < 2 else second, zero, 8, 8 * (SLOT % 2), ASM)
+    elif BITS != 3:
         codes = unpack(words, zero, BITS, BITS * SLOT, ASM)
     elif SLOT < 8:
         codes = unpack_3(words, bits, zero, 2 * SLOT, SLOT, ASM)
@@ -69,11 +71,12 @@ def _codes(words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, AS
 
 @jit
 def _planes(at, stride, on_n, BITS: tl.constexpr):
-    """The planes of a tile's rows, each [BLOCK_N, 32]; with one plane, three times the same."""
+    """The planes of a tile's rows, each [BLOCK_N, 32]; what there is not is the first again."""
     words = tl.load(at, mask=on_n[:, None], other=0)
     second, bits = words, words
-    if BITS == 3:
+    if BITS == 3 or BITS == 8:
         second = tl.load(at + stride, mask=on_n[:, None], other=0)
+    if BITS == 3:
         bits = tl.load(at + 2 * stride, mask=on_n[:, None], other=0)
     return words, second, bits
 
@@ -145,6 +148,10 @@ def wna16_kernel(
     per_part = tl.cdiv(tiles, SPLIT_K)
     words_in_tile = tl.cast(N, tl.int64) * (PLANES * 32)
 
+    # one scale a row: its zero-point is read here, and it multiplies the whole sum at the end
+    row_scale, row_zero = _group_values(
+        scale_ptr + n, on_n & (GROUP == 0 and ASYMMETRIC), DTYPE, BITS, ASYMMETRIC, BLOCK_N
+    )
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in tl.range(
         part * per_part, tl.minimum((part + 1) * per_part, tiles), num_stages=STAGES
@@ -152,11 +159,14 @@ def wna16_kernel(
         plane = word_at + tile * words_in_tile
         words, second, bits = _planes(plane, N * 32, on_n, BITS)
         for g in tl.static_range(GROUPS):
-            row = _group_row(tile, g, GROUP, TILE)
-            scale, zero = _group_values(
-                scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N
-            )
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            if GROUP == 0:
+                scale, zero, total = row_scale, row_zero, acc
+            else:
+                row = _group_row(tile, g, GROUP, TILE)
+                scale, zero = _group_values(
+                    scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N
+                )
+                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for j in tl.static_range(SLOTS):
                 column = tile * TILE + (g * SLOTS + j) * 32
                 on_x = on_m[:, None]
@@ -165,21 +175,19 @@ def wna16_kernel(
                 x = tl.load(x_at + column, mask=on_x, other=0.0)
                 codes = _codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
                 total = dot(codes, tl.trans(x), total)
-            acc += total * scale[:, None]
+            acc = total if GROUP == 0 else acc + total * scale[:, None]
 
     on = on_n[:, None] & on_m[None, :]
     if SPLIT_K > 1:
-        tile_id = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        at = m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(partial_ptr + part.to(tl.int64) * M * N + at, acc, mask=on)
-        tl.debug_barrier()  # every thread's part is written before one says so
-        if tl.atomic_add(lock_ptr + tile_id, 1, sem="acq_rel") < SPLIT_K - 1:
+        lock = lock_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        at = partial_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+        stride = tl.cast(M, tl.int64) * N
+        if not put_part(acc, at + part * stride, on, lock, SPLIT_K):
             return
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for _ in tl.static_range(SPLIT_K):
-            acc += tl.load(partial_ptr + at, mask=on, other=0.0, cache_modifier=".cg")
-            partial_ptr += tl.cast(M, tl.int64) * N
-        tl.store(lock_ptr + tile_id, 0)
+        acc = sum_parts(at, stride, on, lock, SPLIT_K)
+    if GROUP == 0:
+        row_scale, row_zero = _group_values(scale_ptr + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
+        acc *= row_scale[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=on_n, other=0.0).to(tl.float32)[:, None]
     out = out_ptr + m.to(tl.int64)[None, :] * stride_om + n[:, None]

@@ -1,0 +1,75 @@
+"""Cases of `act_quant`: alone, and fused into RMSNorm and SiLU * up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ..activations import ActivationFormat
+from ..elements import E4M3, int_elements
+from ..triton_ops.act_quant import Quantized, act_quant, rms_norm_quant, silu_mul_quant
+from .case import Bars, Case, Maker, Operands, Size
+
+_EPS = 1e-5
+_INT8 = ActivationFormat(int_elements(8))
+_FORMATS = {"int8": _INT8, "fp8": ActivationFormat(E4M3), "fp8 g128": ActivationFormat(E4M3, 128)}
+_FP8_TARGETS = ("sm_90", "sm_100", "gfx942")
+
+
+def cases(size: Size) -> Iterator[Case]:
+    rows, dtype = (3, torch.float16) if size == "small" else (128, torch.bfloat16)
+    widths = {"plain": 4096, "rms_norm": 4096, "silu_mul": 14336}
+    for source, width in widths.items():
+        columns = 1024 if size == "small" else width
+        for name, fmt in _FORMATS.items():
+            yield _case(source, name, fmt, (rows, columns), dtype)
+
+
+def _case(
+    source: str, name: str, fmt: ActivationFormat, shape: tuple[int, int], dtype: torch.dtype
+) -> Case:
+    def make(maker: Maker) -> Operands:
+        operands: Operands = {"x": maker.normal(*shape, dtype=dtype)}
+        if source == "rms_norm":
+            operands["weight"] = maker.normal(shape[1], dtype=dtype)
+        if source == "silu_mul":
+            operands["up"] = maker.normal(*shape, dtype=dtype)
+        return operands
+
+    def run(o: Operands) -> tuple[torch.Tensor]:
+        """What codes and scales are worth: codes alone may differ where x / scale is a tie."""
+        x, weight, up = o["x"], o.get("weight"), o.get("up")
+        assert x is not None
+        if weight is not None:
+            return _worth(rms_norm_quant(x, weight, _EPS, fmt), fmt)
+        if up is not None:
+            return _worth(silu_mul_quant(x, up, fmt), fmt)
+        return _worth(act_quant(x, fmt), fmt)
+
+    def reference(o: Operands) -> tuple[torch.Tensor]:
+        x, weight, up = o["x"], o.get("weight"), o.get("up")
+        assert x is not None
+        x = x.double()
+        if weight is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight.double()
+        if up is not None:
+            x = torch.nn.functional.silu(x) * up.double()
+        return (x,)
+
+    # half a step: of int8 it is 1/255 of the peak, which a product has further out; E4M3's is 1/16
+    tolerance = 0.03 if name == "int8" else 0.04
+    once = ("x", "up") if source == "silu_mul" else ("x",)
+    return Case(
+        "act_quant", f"{source} {name}", make, run, reference, tolerance,
+        Bars(once=once, wide=("x",)),
+        targets=_FP8_TARGETS if name != "int8" else (), ci=name == "int8" and source != "plain",
+    )  # fmt: skip
+
+
+def _worth(q: Quantized, fmt: ActivationFormat) -> tuple[torch.Tensor]:
+    if q.codes.is_meta:
+        return (q.codes,)
+    size = fmt.group_size or q.codes.shape[1]
+    spread = q.scales.repeat_interleave(size, 1)[:, : q.codes.shape[1]]
+    return (q.codes.double() * spread,)
