@@ -61,7 +61,8 @@ def _protocol_lines(study: ModelStudy) -> list[str]:
         f"calibration: first {s.samples} rows of {s.seq_len} tokens of {Path(s.calib).name}",
         f"text: {p['text_description']}; sha256 {p['text_sha256']}",
         f"windows: {p['windows']} of ctx {p['windowing']['ctx']}, stride "
-        f"{p['windowing']['stride']}; {p['positions']} positions; dtype {p['dtype']}",
+        f"{p['windowing']['stride']}, skip {p['windowing'].get('skip', 0)}; {p['positions']} "
+        f"positions; dtype {p['dtype']}",
         f"machine: {e['cpu']}, {e['threads']} threads; {e['system']}",
         f"versions: python {e['python']}, {packages}",
         "wall and peak memory: of the whole command; * recorded before, not in this run",

@@ -5,6 +5,7 @@ A row's key is FAMILY/METHOD, a peer's TOOL/FAMILY/METHOD; rows of one family st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,16 +167,21 @@ PEER_ROWS: tuple[PeerRow, ...] = (
 
 
 def chosen_rows(names: list[str]) -> list[MatrixRow]:
-    """The rows that `names` name by key or family, in the matrix's order; all for an empty list.
+    """The rows of this matrix that `names` name; all for an empty list."""
+    return rows_named(names, ROWS)
+
+
+def rows_named(names: list[str], rows: Sequence[MatrixRow]) -> list[MatrixRow]:
+    """Those of `rows` that `names` name by key or family, in their order; all for an empty list.
 
     UserError for a name of neither.
     """
-    known = {row.key for row in ROWS} | {row.family for row in ROWS}
+    known = {row.key for row in rows} | {row.family for row in rows}
     for name in names:
         if name not in known:
             hint = did_you_mean(name, sorted(known), cutoff=0.4)
             raise UserError(f"the matrix has no row '{name}'{hint} (--list shows them)")
-    return [row for row in ROWS if not names or row.key in names or row.family in names]
+    return [row for row in rows if not names or row.key in names or row.family in names]
 
 
 def peers_of(tools: list[str], families: set[str]) -> list[PeerRow]:

@@ -46,8 +46,10 @@ class Settings:
     ctx: int = 2048
     dtype: str = "float32"
     together: int = 4
+    skip: int = 0
 
 
+UNSEEN = ("together",)  # settings that change no number
 FAST = {"samples": 4, "seq_len": 128, "windows": 1, "ctx": 256}
 
 
@@ -97,15 +99,17 @@ class ModelStudy:
 
     def _make(self, row: MatrixRow | PeerRow, pythons: dict[str, str]) -> None:
         """Run the row's command; its checkpoint and its cost are then there."""
-        out, name = self._checkpoint(row), file_name(row.key)
+        command = self._command(row, self._checkpoint(row), pythons)
+        cost = run_command(command, self.folder / f"{file_name(row.key)}.log")
+        write_json(self._cost_file(row), cost._asdict())
+
+    def _command(self, row: MatrixRow | PeerRow, out: Path, pythons: dict[str, str]) -> list[str]:
+        """What makes the row's checkpoint `out`."""
         if isinstance(row, PeerRow):
             shutil.rmtree(out, ignore_errors=True)
             script, rows = str(Path(peers.__file__)), str(self._calibration_rows())
-            command = [pythons[row.tool], script, row.key, str(self.model), rows, str(out)]
-        else:
-            command = [sys.executable, "-c", RUN, *self._run_options(row, out)]
-        cost = run_command(command, self.folder / f"{name}.log")
-        write_json(self._cost_file(row), cost._asdict())
+            return [pythons[row.tool], script, row.key, str(self.model), rows, str(out)]
+        return [sys.executable, "-c", RUN, *self._run_options(row, out)]
 
     def _run_options(self, row: MatrixRow, out: Path) -> list[str]:
         s = self.settings
@@ -144,9 +148,9 @@ class ModelStudy:
         """Measure checkpoints in one pass beside the original, keep the results, remove them."""
         text = self._evaluation_text()
         s = self.settings
-        folders = {row.key: self._checkpoint(row) for row in rows}
+        folders = {row.key: self._measured_folder(row) for row in rows}
         caches = {row.key: row.kv for row in rows if isinstance(row, MatrixRow) and row.kv}
-        windowing = plan_windowing([self.model], s.ctx, windows=s.windows)
+        windowing = plan_windowing([self.model], s.ctx, windows=s.windows, skip=s.skip)
         report = measure_models(
             {BASE: self.model, **folders},
             text,
@@ -160,7 +164,14 @@ class ModelStudy:
         for row in rows:
             self._keep(row, measured[row.key], measured[BASE])
             if _needs_a_run(row):
-                shutil.rmtree(self._checkpoint(row))
+                self._remove(row)
+
+    def _measured_folder(self, row: MatrixRow | PeerRow) -> Path:
+        return self._checkpoint(row)
+
+    def _remove(self, row: MatrixRow | PeerRow) -> None:
+        """Remove what the row's command has made; its result is kept."""
+        shutil.rmtree(self._checkpoint(row))
 
     def _keep(
         self,
@@ -181,7 +192,8 @@ class ModelStudy:
                 kld=measured.divergence.kld_mean,
                 kld_stderr=measured.divergence.kld_mean_stderr,
                 top1=measured.divergence.top1,
-                bits=measured.size.quantized_bits_per_weight,
+                bits=measured.size.quantized_bits_per_weight or measured.size.bits_per_weight,
+                nbytes=measured.size.file_bytes,
                 **cost,
             )
         write_json(self._result_file(row), asdict(result))
@@ -195,7 +207,7 @@ class ModelStudy:
         files = {info.file for info in tensors.values()}
         calibration = load_text(self.settings.calib, "calibration", self._tokenizer)
         here = {
-            **{k: v for k, v in asdict(self.settings).items() if k != "together"},
+            **{k: v for k, v in asdict(self.settings).items() if k not in UNSEEN},
             "calib": calibration.sha256,
             "text": self._evaluation_text().sha256,
             "bytes": sum((self.model / f).stat().st_size for f in files),

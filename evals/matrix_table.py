@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from .matrix_rows import PEER_ROWS, Bar, MatrixRow
 
 HEADINGS = (
-    "scheme", "method", "perplexity", "KLD", "top-1", "bits/weight", "wall, s", "peak, MB",
-    "best peer, KLD", "ratio", "bar",
+    "scheme", "method", "perplexity", "KLD", "KLD in llama.cpp", "top-1", "bits/weight", "file, MB",
+    "wall, s", "peak, MB", "best peer, KLD", "ratio", "bar",
 )  # fmt: skip
 
 
@@ -19,8 +19,9 @@ class Result:
     """One row on one model, as it is kept in its JSON file. tool: a peer's name, None for lowbit.
 
     perplexity, kld (mean, nats) and its standard error, top1: by the protocol of the matrix. bits:
-    per quantized weight. seconds, cpu_seconds, peak_memory (bytes): of the whole command; None
-    where nothing was run. error: why there are no numbers.
+    per quantized weight, of a GGUF file per weight. nbytes: of the files of weights. seconds,
+    cpu_seconds, peak_memory (bytes): of the whole command; None where nothing was run. llama_kld:
+    what llama-perplexity has measured. error: why there are no numbers.
     """
 
     key: str
@@ -36,6 +37,8 @@ class Result:
     seconds: float | None = None
     cpu_seconds: float | None = None
     peak_memory: int | None = None
+    nbytes: int | None = None
+    llama_kld: float | None = None
     error: str | None = None
 
 
@@ -108,29 +111,37 @@ def table(rows: Sequence[MatrixRow], model: str, results: Mapping[str, Result]) 
     return [_cells(result, bars.get(result.key), model, results) for result in ordered]
 
 
+def shown(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the columns that are not empty."""
+    kept = [i for i in range(len(HEADINGS)) if any(line[i] for line in lines)]
+    return [HEADINGS[i] for i in kept], [[line[i] for i in kept] for line in lines]
+
+
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """HEADINGS and the lines as a Markdown table."""
-    rows = [HEADINGS, ["---"] * len(HEADINGS), *lines]
+    """The lines, cells of HEADINGS, as a Markdown table; empty columns are left out."""
+    headings, cells = shown(lines)
+    rows = [headings, ["---"] * len(headings), *cells]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 
 
 def rich_table(title: str, lines: Sequence[Sequence[str]]) -> Any:
-    """HEADINGS and the lines as a table for the terminal."""
+    """The same as a table for the terminal."""
     from rich.table import Table
 
-    shown = Table(title=title)
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="left" if heading in ("scheme", "method") else "right")
-    for line in lines:
+    headings, cells = shown(lines)
+    made = Table(title=title)
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in ("scheme", "method") else "right")
+    for line, row in zip(lines, cells, strict=True):
         missed = "missed" in line[-1]
-        shown.add_row(*line, style="red" if missed else None)
-    return shown
+        made.add_row(*row, style="red" if missed else None)
+    return made
 
 
 def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Result]) -> list[str]:
     method = result.method if result.tool is None else f"{result.method} ({result.tool})"
     if result.error is not None:
-        return [result.family, method, "failed", *[""] * 8]
+        return [result.family, method, "failed", *[""] * (len(HEADINGS) - 3)]
     peer = best_peer(result.family, model, results) if result.tool is None else None
     kld = _number(result.kld, ".5f")
     return [
@@ -138,8 +149,10 @@ def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Re
         method,
         _number(result.perplexity, ".3f"),
         kld if result.kld_stderr is None else f"{kld} ± {result.kld_stderr:.5f}",
+        _number(result.llama_kld, ".5f"),
         _number(result.top1, ".2%"),
         _number(result.bits, ".3f"),
+        "" if result.nbytes is None else f"{result.nbytes / 1e6:.1f}",
         _number(result.seconds, ".0f"),
         "" if result.peak_memory is None else f"{result.peak_memory / 1e6:.0f}",
         "" if peer is None else f"{peer.tool} {peer.kld:.4f}{'*' if peer.recorded else ''}",

@@ -37,6 +37,7 @@ def plan_windowing(
     stride: int | None = None,
     bos: str = "none",
     windows: int | None = 10,
+    skip: int = 0,
 ) -> Windowing:
     """The windowing asked for, within the positions that every model takes.
 
@@ -50,7 +51,7 @@ def plan_windowing(
     for folder, limit in limits.items():
         if ctx > limit:
             raise UserError(f"ctx {ctx} exceeds the {limit} positions of {folder}; lower --ctx")
-    return Windowing(ctx, ctx if stride is None else stride, cast("Bos", bos), windows)
+    return Windowing(ctx, ctx if stride is None else stride, cast("Bos", bos), windows, skip)
 
 
 def measure_models(

@@ -108,7 +108,7 @@ class Report:
         packages = ", ".join(f"{name} {v}" for name, v in e.packages.items())
         lines = [
             f"text: {p.text_description}; sha256 {p.text_sha256}",
-            f"windows: {p.windows} of ctx {w.ctx}, stride {w.stride}, BOS {w.bos}; "
+            f"windows: {p.windows} of ctx {w.ctx}, stride {w.stride}, skip {w.skip}, BOS {w.bos}; "
             f"{p.scored_tokens} tokens scored, {p.positions} positions",
             f"dtype {p.dtype}, device {e.device}, {e.threads} threads, {e.cpu}, {e.system}",
             f"versions: python {e.python}, {packages}",

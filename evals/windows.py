@@ -4,7 +4,8 @@ Window i holds tokens [i * stride, i * stride + ctx). Its fresh positions are th
 window held: all ctx of the first, the last `stride` of every other; divergence is taken at each of
 them. The negative log-likelihood is taken of each fresh token but a window's first, which nothing
 precedes. A partial window at the end is dropped. With stride = ctx windows do not overlap; with
-stride < ctx this is the sliding window of transformers' perplexity recipe.
+stride < ctx this is the sliding window of transformers' perplexity recipe; stride = ctx and a skip
+of ctx / 2 are llama-perplexity's windows.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Windowing:
 
     `bos`: the BOS token stands in place of the first token of no window, of the first window, or of
     each. That token is never scored, so the rule changes what the model sees, not what is scored.
+    `skip`: so many positions at the beginning of each window are not fresh: context alone.
     """
 
     ctx: int
     stride: int
     bos: Bos = "none"
     windows: int | None = 10
+    skip: int = 0
 
     def __post_init__(self) -> None:
         if self.ctx < 2:
@@ -39,6 +42,8 @@ class Windowing:
             raise UserError(f"stride must be from 1 to ctx = {self.ctx}, got {self.stride}")
         if self.windows is not None and self.windows < 1:
             raise UserError(f"windows must be at least 1, got {self.windows}")
+        if not 0 <= self.skip < self.ctx:
+            raise UserError(f"skip must be from 0 to below ctx = {self.ctx}, got {self.skip}")
         if self.bos not in get_args(Bos):
             raise UserError(f"bos must be one of {', '.join(get_args(Bos))}, got '{self.bos}'")
 
@@ -78,5 +83,5 @@ def cut_windows(ids: Tensor, windowing: Windowing, bos_token_id: int | None) -> 
         row = ids[i * stride : i * stride + ctx].clone()
         if windowing.bos == "each" or (windowing.bos == "first" and i == 0):
             row[0] = bos
-        windows.append(Window(row, 0 if i == 0 else ctx - stride))
+        windows.append(Window(row, max(windowing.skip, 0 if i == 0 else ctx - stride)))
     return windows

@@ -222,6 +222,15 @@ def test_windows_read_no_further_than_they_say() -> None:
     )
 
 
+def test_skipped_positions_are_context_alone() -> None:
+    windows = cut_windows(tokens(64), Windowing(16, 16, windows=None, skip=10), None)
+    assert [w.fresh for w in windows] == [10] * 4
+    overlapping = cut_windows(tokens(64), Windowing(16, 4, windows=3, skip=10), None)
+    assert [w.fresh for w in overlapping] == [10, 12, 12]
+    with pytest.raises(UserError, match="skip must be"):
+        Windowing(16, 16, skip=16)
+
+
 @pytest.mark.parametrize(
     ("ctx", "stride", "bos", "windows", "message"),
     [

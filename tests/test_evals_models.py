@@ -298,7 +298,7 @@ def test_markdown_holds_the_whole_protocol(report: Report, stories: Text) -> Non
     kld = report.rows[1].divergence
     assert kld is not None and f"{kld.kld_mean:.5f} ± {kld.kld_mean_stderr:.5f}" in rows[1]
     for word in (
-        stories.sha256, "3 of ctx 128, stride 128, BOS none", "381 tokens scored",
+        stories.sha256, "3 of ctx 128, stride 128, skip 0, BOS none", "381 tokens scored",
         "dtype float32, device cpu", f"torch {torch.__version__}", "lowbit 0.1.0", "seed: none",
         "original: ", "(base)", report.environment.cpu, "8 new tokens", "KL(base || model)",
     ):  # fmt: skip

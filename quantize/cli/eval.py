@@ -29,6 +29,10 @@ def evaluate(
         int | None, typer.Option(help="Tokens between windows. [default: ctx, no overlap]")
     ] = None,
     windows: Annotated[int, typer.Option(help="At most so many windows; 0: all.")] = 10,
+    skip: Annotated[
+        int,
+        typer.Option(help="Positions at each window's beginning that are context, not scored."),
+    ] = 0,
     bos: Annotated[
         str, typer.Option(help="BOS in place of the first token of: none, first, each window.")
     ] = "none",
@@ -72,7 +76,7 @@ def evaluate(
     models = {"base": model_path(base)} if base is not None else {}
     models["model"] = model_path(model)
     folders = list(models.values())
-    windowing = plan_windowing(folders, ctx, stride, bos, windows or None)
+    windowing = plan_windowing(folders, ctx, stride, bos, windows or None, skip)
     tokenizer = load_tokenizer(folders[0])
     loaded = load_text(text, "evaluation", tokenizer)
     say(f"text: {loaded.description}")
