@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from .gguf_mixes import mixtral
 from .gguf_models import tiny_llama
+from .runtime_models import quantize_folder
 
 TEXT = "the thin tin then in a thing, " * 60
 SETTINGS = {"samples": 4, "seq_len": 32}
@@ -122,8 +123,13 @@ def test_export_weighs_errors_by_it(model: Path, found: Imatrix, tmp_path: Path)
 
 
 def test_types_that_need_one_are_refused_without(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="IQ2_XXS for 'blk.0.attn_.*needs an importance matrix"):
-        export_gguf(model, tmp_path / "m.gguf", "IQ2_XXS", progress=False)
+    small = tiny_llama(tmp_path / "small")  # whose columns fill no block of 256
+    for source in (model, small):
+        with pytest.raises(UserError, match="a file of IQ2_XXS needs an importance matrix"):
+            export_gguf(source, tmp_path / "m.gguf", "IQ2_XXS", progress=False)
+    one = ("attn_q=IQ2_XXS",)
+    with pytest.raises(UserError, match="IQ2_XXS for 'blk.0.attn_q.*needs an importance matrix"):
+        export_gguf(model, tmp_path / "m.gguf", "Q4_0", tensor_types=one, progress=False)
     other = Imatrix({QUERY: Importance(torch.ones(1, 32), torch.ones(1))}, [], 1, 1)
     with pytest.raises(UserError, match="another model"):
         export_gguf(model, tmp_path / "m.gguf", "Q4_K_M", imatrix=other, progress=False)
@@ -136,16 +142,17 @@ def test_damaged_files_are_refused(found: Imatrix, tmp_path: Path) -> None:
     path = tmp_path / "m.dat"
     write_imatrix(path, found)
     whole = path.read_bytes()
-    for data in (whole[:40], b"\xff\xff\xff\x7f" + whole[4:], whole[:4] + b"\xff" * 4 + whole[8:]):
+    for data in (whole[: len(whole) // 2], whole[:4] + b"\xff" * 4 + whole[8:]):
         path.write_bytes(data)
-        with pytest.raises(UserError, match="damaged"):
+        with pytest.raises(UserError, match="truncated or damaged"):
             read_imatrix(path)
-    path.write_bytes(struct.pack("<i", 0))
-    with pytest.raises(UserError, match="holds no importance matrix"):
-        read_imatrix(path)
+    for count in (0, -1, 1 << 30):
+        path.write_bytes(struct.pack("<i", count) + whole[4:])
+        with pytest.raises(UserError, match="is no importance matrix"):
+            read_imatrix(path)
     bad = Imatrix({QUERY: Importance(torch.tensor([[float("nan")]]), torch.ones(1))}, [], 1, 1)
     write_imatrix(tmp_path / "nan.gguf", bad)
-    with pytest.raises(UserError, match="negative or NaN"):
+    with pytest.raises(UserError, match="1 of 1 values that are negative, NaN"):
         read_imatrix(tmp_path / "nan.gguf")
 
 
@@ -160,3 +167,26 @@ def test_command(model: Path, text: Path, tmp_path: Path) -> None:
     assert read_imatrix(out).chunks == 2
     again = CliRunner().invoke(app, [str(model), "-o", str(out), *options])
     assert isinstance(again.exception, UserError)
+
+
+def test_what_is_no_importance_matrix_is_told_so(
+    model: Path, text: Path, found: Imatrix, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="text goes to --calib"):
+        read_imatrix(text)
+    (tmp_path / "empty.dat").touch()
+    with pytest.raises(UserError, match="is no importance matrix"):
+        read_imatrix(tmp_path / "empty.dat")
+    with pytest.raises(UserError, match=r"NAME\.gguf"):
+        write_imatrix(tmp_path / "i.txt", found)
+    app = typer.Typer()
+    app.command()(command)
+    error = CliRunner().invoke(app, [str(model), "-o", str(tmp_path / "i.txt")]).exception
+    assert isinstance(error, UserError) and "i.txt" in str(error)
+    assert [p.name for p in tmp_path.iterdir()] == ["empty.dat"]
+
+
+def test_it_is_measured_on_the_original_model(model: Path, text: Path, tmp_path: Path) -> None:
+    packed = quantize_folder(model, tmp_path / "w4", "W4A16", 32)
+    with pytest.raises(UserError, match="original model"):
+        imatrix_of_model(packed, Settings(str(text), **SETTINGS), progress=False)

@@ -35,9 +35,10 @@ def imatrix(
 
     Example: quantize imatrix ./SmolLM2-135M-Instruct -o smollm2.imatrix.gguf
     """
-    from ..gguf.imatrix import write_imatrix
+    from ..gguf.imatrix import check_imatrix_name, write_imatrix
     from ..gguf.imatrix_run import Settings, imatrix_of_model, partial_coverage
 
+    check_imatrix_name(out)
     check_apart(out, model)
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; give another name or --overwrite")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...calib.safe_files import read_json_object
 from ...kernels.errors import UserError
+from ..checkpoint.workspace import clear_left_over
 from .type_total import TypeTotal
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def folder_of(path: Path, say: Callable[[str], None], cache: Path | None = None)
         note = {**found._asdict(), "types": {k: list(t) for k, t in found.types.items()}}
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
+            clear_left_over(folder.parent)
             gguf_to_hf(path, folder, dtype=None, extra={NOTE: json.dumps(note)})
         except OSError as e:
             raise UserError(

@@ -27,6 +27,8 @@ from .writer import Planned, replacing, writing
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 MAGIC = b"GGUF"
+LEAST_DAT_ENTRY = 12  # bytes: three numbers
+REMEDY = "make it again with quantize imatrix"
 
 
 class Importance(NamedTuple):
@@ -89,7 +91,11 @@ def read_imatrix(path: str | Path) -> Imatrix:
     for name, entry in found.entries.items():
         for values in entry:
             if not bool(((values >= 0) & values.isfinite()).all()):
-                raise DamagedFile(path, "values", "negative or NaN", "sums of squares", name)
+                bad = int((~((values >= 0) & values.isfinite())).sum())
+                found_here = f"{bad} of {values.numel()} values that are negative, NaN or infinite"
+                raise DamagedFile(
+                    path, "values", found_here, "sums of squares", name, "is no use", REMEDY
+                )
     return found
 
 
@@ -102,9 +108,18 @@ def imatrix_keys(imatrix: Imatrix) -> dict[str, Any]:
     }
 
 
+def check_imatrix_name(path: Path) -> None:
+    """UserError for a name that does not say which of the two files it is to be."""
+    if path.suffix not in (".gguf", ".dat"):
+        raise UserError(
+            f"an importance matrix is written as NAME.gguf or, the older way, NAME.dat, not {path}"
+        )
+
+
 def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None:
-    """Write `imatrix` to `path`: .dat the older way, any other name as GGUF. UserError where the
+    """Write `imatrix` to `path`, NAME.gguf or NAME.dat. UserError for another name, and where the
     file exists without `overwrite`."""
+    check_imatrix_name(path)
     if path.suffix == ".dat":
         with replacing(path, [path.name], overwrite) as folder:
             (folder / path.name).write_bytes(_dat_bytes(imatrix))
@@ -165,6 +180,12 @@ def _read_dat(path: Path) -> Imatrix:
         return struct.unpack("<i", take(4, what))[0]
 
     entries = {}
+    count = struct.unpack("<i", data[:4])[0] if len(data) >= 4 else 0
+    if not 0 < count <= len(data) // LEAST_DAT_ENTRY:
+        raise UserError(
+            f"{path} is no importance matrix, neither of the GGUF kind nor a .dat: give what "
+            "quantize imatrix or llama-imatrix has written, or auto (text goes to --calib)"
+        )
     for _ in range(number("entries")):
         size = number("name")
         if size > LONGEST_NAME:

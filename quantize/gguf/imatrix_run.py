@@ -17,9 +17,10 @@ from ...calib.model import LayeredModel
 from ...calib.statistics import SquareSum
 from ...calib.text import Text
 from ...kernels.device import resolve_device
+from ...kernels.errors import UserError
 from ...kernels.names import names_in_model
-from ..checkpoint.load import Checkpoint
-from ..fp8_source import open_model
+from ..checkpoint.load import Checkpoint, read_config
+from ..fp8_source import is_fp8, open_model
 from ..prepare import calibration_rows, forward_dtype
 from ..recipe import Calibration, Recipe
 from .export import read_hyperparameters
@@ -87,6 +88,12 @@ def imatrix_of_model(folder: Path, settings: Settings, progress: bool = True) ->
 def open_with_rows(folder: Path, settings: Settings) -> tuple[LayeredModel, Tensor, Text]:
     """The model, its calibration rows int64 [samples, seq_len], and their text. UserError where the
     text cannot be had or is too short."""
+    quantization = read_config(folder).get("quantization_config")
+    if quantization and not is_fp8(quantization):
+        raise UserError(
+            f"{folder} is quantized: calibrate on the original model, whose importance matrix "
+            "serves exports of this one as well"
+        )
     calibration = Calibration(settings.source, settings.samples, settings.seq_len)
     recipe = replace(Recipe(), calibration=calibration)
     recipe = replace(recipe, execution=replace(recipe.execution, dtype=settings.dtype))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from ...kernels.errors import UserError
 from ..checkpoint.files import fsync_path
+from ..checkpoint.workspace import workspace
 from . import hparams, rope, vocab
 from .hf_tokenizer import token_ids, write_json, write_tokenizer
 from .hparams import Hyperparameters
@@ -54,32 +54,44 @@ def gguf_to_hf(
         raise UserError(f"{out_dir} exists; give another name")
     file = GGUFFile(gguf_path)
     h = read_hyperparameters(file)
-    tokenizer = vocab.from_keys(file.keys)
     tensors = tensor_table(file, h)
-    temporary = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
     try:
-        write_tokenizer(tokenizer, temporary, h["max_position_embeddings"])
-        named = dict.fromkeys(TOKEN_IDS) | token_ids(tokenizer)  # null, or the class's own would be
-        config = {**hparams.to_config(h), **bias_settings(h, tensors), **named}
-        dtypes = {name: dtype or exact_dtype(file, place) for name, place in tensors.items()}
-        matrices = {dtypes[name] for name, place in tensors.items() if not place.target.float32}
-        widest = matrices.pop() if len(matrices) == 1 else torch.float32
-        config["dtype"] = config["torch_dtype"] = str(widest).removeprefix("torch.")
-        write_json(temporary / "config.json", config)
-        for name, text in (extra or {}).items():
-            (temporary / name).write_text(text, encoding="utf-8")
-        bar = tqdm(tensors.items(), desc="dequantizing", unit="tensor", disable=not progress)
-        values = ((name, read_tensor(file, name, place, dtypes[name])) for name, place in bar)
-        header = {n: Header(p.target.module_shape, dtypes[n]) for n, p in tensors.items()}
-        write_safetensors(temporary / "model.safetensors", header, values)
-        fsync_path(temporary)
-        os.replace(temporary, out_dir)
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        # of this process alone: two that make the same folder do not wait for each other
+        with workspace(out_dir.with_name(f"{out_dir.name}.{os.getpid()}")) as work:
+            folder = work / "made"
+            folder.mkdir()
+            dtypes = {name: dtype or exact_dtype(file, place) for name, place in tensors.items()}
+            _write_side_files(folder, file, h, tensors, dtypes)
+            for name, text in (extra or {}).items():
+                (folder / name).write_text(text, encoding="utf-8")
+            bar = tqdm(tensors.items(), desc="dequantizing", unit="tensor", disable=not progress)
+            values = ((n, read_tensor(file, n, place, dtypes[n])) for n, place in bar)
+            header = {n: Header(p.target.module_shape, dtypes[n]) for n, p in tensors.items()}
+            write_safetensors(folder / "model.safetensors", header, values)
+            fsync_path(folder)
+            os.replace(folder, out_dir)
     except OSError as e:
         raise UserError(f"cannot write {out_dir}: {e.strerror or e}") from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out_dir
+
+
+def _write_side_files(
+    folder: Path,
+    file: GGUFFile,
+    h: Hyperparameters,
+    tensors: Mapping[str, Place],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """config.json and the tokenizer."""
+    tokenizer = vocab.from_keys(file.keys)
+    write_tokenizer(tokenizer, folder, h["max_position_embeddings"])
+    named = dict.fromkeys(TOKEN_IDS) | token_ids(tokenizer)  # null, or the class's own would be
+    config = {**hparams.to_config(h), **bias_settings(h, tensors), **named}
+    matrices = {dtypes[name] for name, place in tensors.items() if not place.target.float32}
+    widest = matrices.pop() if len(matrices) == 1 else torch.float32
+    config["dtype"] = config["torch_dtype"] = str(widest).removeprefix("torch.")
+    write_json(folder / "config.json", config)
 
 
 class Header(NamedTuple):

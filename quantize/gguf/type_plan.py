@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...kernels.errors import UserError
+from .blocks import CODECS
 from .hparams import Hyperparameters
 from .imatrix import Imatrix
 from .mix import (
@@ -13,6 +14,7 @@ from .mix import (
     OUTPUT,
     Choice,
     Facts,
+    base_type,
     check_file_type,
     choose_types,
     needs_importance,
@@ -48,8 +50,15 @@ def plan_types(found: Sequence[Target], h: Hyperparameters, wanted: TypeWish) ->
     """The block type of each target by name.
 
     UserError where a pattern matches no tensor, and where a type is garbage without an importance
-    matrix that has the tensor.
+    matrix that has the tensor. A file type that is refuses to do without one even where the
+    model's columns fill no block of it, as llama-quantize does.
     """
+    base = CODECS[base_type(wanted.file_type)]
+    if wanted.imatrix is None and needs_importance("", base, wanted.file_type):
+        raise UserError(
+            f"a file of {wanted.file_type} needs an importance matrix, or the result would be "
+            "garbage; give --imatrix FILE or --imatrix auto, or choose a type with more bits"
+        )
     facts = Facts(
         h.architecture.name,
         h["num_hidden_layers"],
