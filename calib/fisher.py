@@ -70,8 +70,9 @@ def run_backward(
     visit: Callable[[LayerFisher], object],
     batch_size: int = 4,
     seed: int = 0,
-) -> None:
-    """Hand every decoder layer, weights loaded, to `visit`, the last layer first.
+) -> list[Tensor]:
+    """Hand every decoder layer, weights loaded, to `visit`, the last layer first; the gradients
+    [rows, seq, hidden] at what enters the first one, batch by batch.
 
     rows: token ids int64 [rows, seq]. wants: whether a linear is measured, by full name. seed: of
     the draws of y.
@@ -97,6 +98,7 @@ def run_backward(
             before.append(_forward(model, name, calls[name], before[-1]))
         for name in reversed(stretch):
             gradients = _backward(model, name, calls[name], before.pop(), gradients, wants, visit)
+    return gradients
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ small by the factor 1 - k/n, which is taken back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,15 +110,38 @@ def rounding_costs(
 
     hessian, factor: of its input. Estimated from SAMPLED_ROWS rows of w.
     """
-    rows = torch.arange(0, len(w), max(1, -(-len(w) // SAMPLED_ROWS)), device=w.device)
+    rows = sampled_rows(len(w)).to(w.device)
     sample = w[rows].float()
-    weight = fisher.output_weight()[rows, None] * (len(w) / len(rows))
+
+    def error(spec: QuantSpec) -> Tensor:
+        params = choose_qparams(sample, spec, scale_dtype, factor.diagonal)
+        return sample - round_to_nearest(sample, spec, params).dequantize()
+
+    errors = (error(spec) for spec in specs)
+    return error_costs(errors, rows, len(w), hessian, factor, fisher, feedback)
+
+
+def sampled_rows(count: int) -> Tensor:
+    """At most SAMPLED_ROWS of a weight's rows, evenly spaced, int64."""
+    return torch.arange(0, count, max(1, -(-count // SAMPLED_ROWS)))
+
+
+def error_costs(
+    errors: Iterable[Tensor],
+    rows: Tensor,
+    count: int,
+    hessian: Hessian,
+    factor: Factor,
+    fisher: OutputFisher,
+    feedback: bool,
+) -> list[float]:
+    """The predicted KL divergence, in nats a token, of each of `errors`, float32 [rows, in], which
+    a weight's `rows` of `count` suffer; the others as much. hessian, factor: of its input."""
+    weight = fisher.output_weight()[rows, None] * (count / len(rows))
     guided, plain = fisher.guided.mean(), hessian.mean()
     remaining = _unpredicted(factor, hessian.tokens)
     costs = []
-    for spec in specs:
-        params = choose_qparams(sample, spec, scale_dtype, factor.diagonal)
-        error = sample - round_to_nearest(sample, spec, params).dequantize()
+    for error in errors:
         cost = 0.5 * float(((error @ guided) * error * weight).sum())
         if feedback:
             rounded = float(((error @ plain) * error).sum())

@@ -10,12 +10,15 @@ import typer
 
 from ...kernels.errors import UserError
 from ..recipe import Calibration
-from .common import check_apart, model_path, print_json, say
+from .common import check_apart, model_path, print_json, say, terminal
 
 if TYPE_CHECKING:
     from ..gguf.export import ExportReport
+    from ..gguf.imatrix import Imatrix
+    from ..gguf.imatrix_run import Settings
 
 METHODS = ("round", "gptq")
+DEFAULT_TYPE = "Q8_0"
 
 
 def export(
@@ -25,9 +28,16 @@ def export(
     out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")],
     to: Annotated[str, typer.Option("--to", help="The format; gguf is the only one.")] = "gguf",
     file_type: Annotated[
-        str,
-        typer.Option("--type", help="Q4_K_M, Q8_0, IQ4_XS, F16, ...: any of llama-quantize's."),
-    ] = "Q8_0",
+        str | None,
+        typer.Option(
+            "--type",
+            help="Q4_K_M, Q8_0, IQ4_XS, F16, ...: any of llama-quantize's. [default: Q8_0]",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="In place of --type: at most so many bits per weight, types by tensor."),
+    ] = None,
     imatrix: Annotated[
         str | None,
         typer.Option(help="An importance matrix (quantize imatrix), or auto to make one first."),
@@ -42,7 +52,9 @@ def export(
     ] = "round",
     calib: Annotated[
         str,
-        typer.Option(help="For gptq and --imatrix auto: wikitext, pydoc, auto, FILE or a Hub id."),
+        typer.Option(
+            help="For gptq, --imatrix auto, --budget: wikitext, pydoc, auto, FILE or a Hub id."
+        ),
     ] = Calibration.source,
     samples: Annotated[int, typer.Option(help="Calibration rows.")] = Calibration.samples,
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = Calibration.seq_len,
@@ -68,37 +80,77 @@ def export(
 
     Example: quantize export ./smollm2-w4 -o smollm2-q4_0.gguf --type Q4_0
     """
-    if to.lower() != "gguf":
-        raise UserError(f"unknown format '{to}'; --to gguf is the only one")
-    if method not in METHODS:
-        raise UserError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
+    _check_options(to, method, file_type, budget, pure)
     from ..gguf.export import export_gguf
     from ..gguf.gptq_run import export_gptq
-    from ..gguf.imatrix import read_imatrix
-    from ..gguf.imatrix_run import Settings, imatrix_of_model
+    from ..gguf.imatrix_run import Settings
     from ..gguf.type_plan import wish
     from ..sizes import parse_size
 
     check_apart(out, model, *([] if imatrix in (None, "auto") else [imatrix]))
-    wish(file_type, pure, tensor_type or ())
-    if method == "round" and imatrix != "auto" and calib != Calibration.source:
+    file_type, types = file_type or DEFAULT_TYPE, list(tensor_type or ())
+    wish(file_type, pure, types)
+    if not {method, imatrix} & {"gptq", "auto"} and budget is None and calib != Calibration.source:
         say(f"--method round needs no data: the calibration text '{calib}' is not read")
     part = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     folder = model_path(model)
     settings = Settings(calib, samples, seq_len)
-    weights = None
-    if imatrix is not None:
-        made = imatrix == "auto"
-        weights = imatrix_of_model(folder, settings) if made else read_imatrix(imatrix)
+    weights = _importance(imatrix, folder, settings)
+    if budget is not None:
+        file_type, types = _types_in_budget(budget, folder, settings, types, method)
     write = export_gguf if method == "round" else partial(export_gptq, settings=settings)
     report = write(
-        folder, out, file_type, pure=pure, tensor_types=tensor_type or (), imatrix=weights, pre=pre,
+        folder, out, file_type, pure=pure, tensor_types=types, imatrix=weights, pre=pre,
         overwrite=overwrite, split_max_size=part,
     )  # fmt: skip
     if as_json:
         print_json(facts(report))
     else:
         _table(report)
+
+
+def _check_options(
+    to: str, method: str, file_type: str | None, budget: float | None, pure: bool
+) -> None:
+    if to.lower() != "gguf":
+        raise UserError(f"unknown format '{to}'; --to gguf is the only one")
+    if method not in METHODS:
+        raise UserError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
+    if budget is None:
+        return
+    if file_type is not None or pure:
+        raise UserError("--budget chooses the types itself: leave --type and --pure out")
+    if not 1 < budget <= 32:
+        raise UserError(f"--budget is over 1 and at most 32 bits per weight, got {budget:g}")
+
+
+def _importance(imatrix: str | None, folder: Path, settings: Settings) -> Imatrix | None:
+    """What --imatrix names: read from a file, or measured."""
+    from ..gguf.imatrix import read_imatrix
+    from ..gguf.imatrix_run import imatrix_of_model
+
+    if imatrix is None:
+        return None
+    return imatrix_of_model(folder, settings) if imatrix == "auto" else read_imatrix(imatrix)
+
+
+def _types_in_budget(
+    budget: float, folder: Path, settings: Settings, types: list[str], method: str
+) -> tuple[str, list[str]]:
+    """The file's type and the tensors' that --budget comes to, those that were asked for first."""
+    from tqdm import tqdm
+
+    from ..gguf.budget import budget_types
+
+    with tqdm(desc="sensitivity", unit="layer", disable=None) as bar:
+        chosen = budget_types(
+            folder, budget, settings, types, method == "gptq", lambda _: bar.update()
+        )
+    say(
+        f"budget {budget:g}: {chosen.bits:.3f} bits per weight, predicted KL divergence "
+        f"{chosen.predicted_kld:.4f} (no choice within it has less than {chosen.bound:.4f})"
+    )
+    return chosen.file_type, [*types, *chosen.tensor_types()]
 
 
 def facts(report: ExportReport) -> dict[str, Any]:
@@ -108,7 +160,6 @@ def facts(report: ExportReport) -> dict[str, Any]:
 
 
 def _table(report: ExportReport) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("type", "tensors", "weights", "bytes", "bits per weight", title=str(report.path))
@@ -122,7 +173,7 @@ def _table(report: ExportReport) -> None:
     tensors = sum(total.tensors for total in report.totals.values())
     bits = f"{report.bits_per_weight:.3f}"
     table.add_row("whole file", f"{tensors}", f"{report.weights:,}", f"{report.nbytes:,}", bits)
-    console = Console()
+    console = terminal()
     console.print(table)
     if report.parts > 1:
         console.print(f"in {report.parts} parts; a program that reads the first finds the others")
