@@ -64,9 +64,14 @@ def _decline(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _run(
-    q: Tensor, keys: BlockPool, values: BlockPool, batch: PagedBatch, options: AttentionOptions
+def attend_gathered(
+    q: Tensor,
+    keys: BlockPool,
+    values: BlockPool | None,
+    batch: PagedBatch,
+    options: AttentionOptions,
 ) -> AttentionOutput:
+    """`paged_attention_reference`; the values are the keys where `values` is None."""
     if keys.fmt is not None and keys.fmt.rotate and options.rotated_queries:
         q = rotate_heads(q.float()).to(q.dtype)  # gathered keys are turned back
     shared = q.shape[1] // keys.kv_heads
@@ -87,12 +92,14 @@ def _run(
 
 
 def _attend(
-    q: Tensor, keys: BlockPool, values: BlockPool, group: _Group, options: AttentionOptions
+    q: Tensor, keys: BlockPool, values: BlockPool | None, group: _Group, options: AttentionOptions
 ) -> AttentionOutput:
     """Of the tokens of one group, q [seqs * n, heads, head_dim]."""
     heads, head_dim = q.shape[1:]
     seqs, n = len(group.tables), len(q) // len(group.tables)
-    k, v = (gather_blocks(pool, group.tables, q.dtype, group.blocks) for pool in (keys, values))
+    k = v = gather_blocks(keys, group.tables, q.dtype, group.blocks)
+    if values is not None:
+        v = gather_blocks(values, group.tables, q.dtype, group.blocks)
     q = q.view(seqs, n, heads, head_dim).transpose(1, 2)
     if group.folded:
         q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
@@ -187,4 +194,4 @@ def _bias(distance: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Te
     return bias.masked_fill_(~seen[:, None], -torch.inf)
 
 
-SDPA_CPU = AttentionKernel("sdpa_cpu", _decline, _run)
+SDPA_CPU = AttentionKernel("sdpa_cpu", _decline, attend_gathered)

@@ -30,7 +30,7 @@ def pack_planes(codes: Tensor, num_bits: int) -> Tensor:
     planes, offset = [], 0
     for width in plane_widths(num_bits):
         bits = (unsigned >> offset) & ((1 << width) - 1)
-        runs = bits.view(rows, 8 // width, -1)
+        runs = bits.view(rows, 8 // width, padded * width // 8)
         plane = runs[:, 0].clone()
         for i in range(1, 8 // width):
             plane |= runs[:, i] << (i * width)

@@ -183,7 +183,7 @@ def _packed(codes: Tensor, fmt: KVFormat) -> Tensor:
     if fmt.kind == "float":
         return codes.to(fmt.elements.dtype).view(torch.uint8)
     rows = pack_planes(codes.to(torch.int8).flatten(0, 2), fmt.num_bits)
-    return rows.view(*codes.shape[:3], -1)
+    return rows.view(*codes.shape[:3], rows.shape[1])
 
 
 def _unpacked(codes: Tensor, fmt: KVFormat, head_dim: int) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lowbit.kernels.attention_ops import AttentionOptions, attend, paged_attention_reference
-from lowbit.kernels.triton_ops.paged_attention import paged_attention
+from lowbit.kernels.triton_ops.launch import Warps
+from lowbit.kernels.triton_ops.paged_attention import AttentionTiles, paged_attention
 
 from .attention_cases import Sequences, batch_of, options, stored_forms
 
@@ -18,9 +19,9 @@ FLAGS = ["plain", "window", "softcap", "sinks", "alibi", "window-softcap-sinks-a
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 2e-6}
 
 
-def compare(s: Sequences, o: AttentionOptions, form, dtype=torch.float16):
+def compare(s: Sequences, o: AttentionOptions, form, dtype=torch.float16, tiles=None):
     """`paged_attention` of s against the definition in float64."""
-    got = paged_attention(s.q, s.keys, s.values, s.batch, o, form)
+    got = paged_attention(s.q, s.keys, s.values, s.batch, o, form, tiles)
     expected = paged_attention_reference(s.q.double(), s.keys, s.values, s.batch, o)
     assert got.out.dtype == s.q.dtype
     error = (got.out - expected.out).norm() / expected.out.norm()
@@ -104,24 +105,28 @@ def test_float32(kernel_device):
     compare(s, options(2, 16), "split", torch.float32)
 
 
+TILES = AttentionTiles(16, 32, 64, Warps())
+
+
 def test_contexts_of_several_splits(kernel_device):
     form = stored_forms(16)["int8"]
-    s = Sequences([1100, 513, 40], [1, 1, 1], heads=1, kv_heads=1, head_dim=16,
+    s = Sequences([190, 65, 40], [1, 1, 1], heads=1, kv_heads=1, head_dim=16,
                   forms=(form, form), device=kernel_device)  # fmt: skip
-    compare(s, options(1, 16, "sinks", device=kernel_device), "split")
-    compare(s, options(1, 16, "window", device=kernel_device), "split")
+    for flag in ("sinks", "window"):
+        compare(s, options(1, 16, flag, device=kernel_device), "split", tiles=TILES)
 
 
-def test_a_row_is_the_same_bits_in_any_batch(kernel_device):
+@pytest.mark.parametrize("form", ["int8", "int4_rotated"])
+def test_a_row_is_the_same_bits_in_any_batch(form, kernel_device):
     """Alone, beside longer ones, one token at a time or several at once."""
-    form = stored_forms(16)["int8"]
-    s = Sequences([530, 600, 7], [4, 1, 1], heads=2, kv_heads=1, head_dim=16, forms=(form, form),
+    fmt = stored_forms(32)[form]
+    s = Sequences([66, 150, 7], [4, 1, 1], heads=2, kv_heads=1, head_dim=32, forms=(fmt, fmt),
                   device=kernel_device)  # fmt: skip
-    o = options(2, 16)
-    together = paged_attention(s.q, s.keys, s.values, s.batch, o, "split")
+    o = options(2, 32)
+    together = paged_attention(s.q, s.keys, s.values, s.batch, o, "split", TILES)
     for token in range(4):
-        alone = batch_of([527 + token], [1], s.tables[:1], kernel_device)
-        one = paged_attention(s.q[token : token + 1], s.keys, s.values, alone, o, "split")
+        alone = batch_of([63 + token], [1], s.tables[:1], kernel_device)
+        one = paged_attention(s.q[token : token + 1], s.keys, s.values, alone, o, "split", TILES)
         assert torch.equal(one.out[0], together.out[token])
         assert torch.equal(one.lse[0], together.lse[token])
 

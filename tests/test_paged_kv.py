@@ -25,6 +25,16 @@ def test_a_pool_gives_back_what_the_cache_would(form):
     assert pool.form.head_dim == 32 and pool.block_size == 8 and pool.kv_heads == 3
 
 
+@pytest.mark.parametrize("form", stored_forms(32))
+def test_no_tokens_are_written_and_no_blocks_read(form):
+    pool = new_pool(2, 3, 8, 32, stored_forms(32)[form], torch.float32,
+                    static_scale=torch.tensor([1.0]))  # fmt: skip
+    write_slots(pool, torch.zeros(0, 3, 32), torch.zeros(0, dtype=torch.int64))
+    assert int(pool.codes.float().count_nonzero()) == 0
+    none = torch.zeros(2, 0, dtype=torch.int32)
+    assert gather_blocks(pool, none, torch.float32).shape == (2, 3, 0, 32)
+
+
 def test_slots_of_minus_one_are_not_written():
     pool = new_pool(2, 1, 4, 8, None, torch.float32)
     write_slots(pool, torch.ones(3, 1, 8), torch.tensor([-1, 2, -1]))

@@ -196,18 +196,22 @@ def check_attention(
     if heads % keys.kv_heads or heads // keys.kv_heads > MAX_ROWS:
         raise ValueError(f"{OP}: {heads} query heads do not share {keys.kv_heads} kv heads evenly, "
                          f"or more than {MAX_ROWS} share one")  # fmt: skip
-    seqs = batch.block_tables.shape[0]
-    check_tensor(OP, "block_tables", batch.block_tables, (seqs, None), [torch.int32], device)
-    check_tensor(OP, "context_lens", batch.context_lens, (seqs,), [torch.int32], device, True)
-    check_tensor(OP, "cu_seqlens_q", batch.cu_seqlens_q, (seqs + 1,), [torch.int32], device, True)
+    check_batch(OP, batch, keys.block_size, device)
     for name in ("sinks", "alibi_slopes"):
         if (part := getattr(options, name)) is not None:
             check_tensor(OP, name, part, (heads,), [torch.float32], device, True)
-    room = batch.block_tables.shape[1] * keys.block_size
-    if batch.max_context_len > room:
+
+
+def check_batch(op: str, batch: PagedBatch, block_size: int, device: torch.device) -> None:
+    """ValueError unless the parts of `batch` fit each other."""
+    seqs, blocks = batch.block_tables.shape
+    check_tensor(op, "block_tables", batch.block_tables, (seqs, None), [torch.int32], device)
+    check_tensor(op, "context_lens", batch.context_lens, (seqs,), [torch.int32], device, True)
+    check_tensor(op, "cu_seqlens_q", batch.cu_seqlens_q, (seqs + 1,), [torch.int32], device, True)
+    if batch.max_context_len > blocks * block_size:
         raise ValueError(
-            f"{OP}: max_context_len is {batch.max_context_len}, but block_tables {seqs} x "
-            f"{batch.block_tables.shape[1]} have room for {room} keys"
+            f"{op}: max_context_len is {batch.max_context_len}, but block_tables {seqs} x {blocks} "
+            f"have room for {blocks * block_size} keys"
         )
 
 

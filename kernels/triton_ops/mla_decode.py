@@ -1,0 +1,196 @@
+"""Latent attention in Triton: kernels/mla_ops.py says what is computed.
+
+A program takes a tile of rows (heads of the new tokens of one sequence) over SPLIT entries, and the
+parts are added up after, as in paged_attention.py and with the same guarantee: a row's bits depend
+on nothing but its own sequence. The latent part of an entry is read once and used twice, as key and
+as value. Scales of entries go where those of paged attention's keys and values go.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention_ops import AttentionOutput, PagedBatch
+from ..paged_kv import BlockPool
+from .attention_combine import combine
+from .attention_device import LOG2E, load_codes, load_rows
+from .checks import check_tensor
+from .device_math import dot
+from .kv_codes import FP8_FACTOR, SMALLEST_SCALE
+from .launch import Warps, launch
+from .paged_attention import check_batch, check_pool, scales_of
+from .shim import jit, tl
+from .tiles import padded
+
+OP = "mla_decode"
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class LatentTiles(NamedTuple):
+    """block_m: rows of a program, a power of two from 16 on. block_n: entries at a time. split:
+    entries of a program."""
+
+    block_m: int
+    block_n: int
+    split: int
+    warps: Warps
+
+
+def default_tiles(rows: int) -> LatentTiles:
+    """The shipped configuration, `rows` being the heads."""
+    if rows <= 16:
+        return LatentTiles(16, 32, 512, Warps(4, 2))
+    return LatentTiles(64, 32, 512, Warps(8, 2))
+
+
+@jit
+def mla_kernel(
+    q_ptr, code_ptr, scale_ptr, static_ptr, table_ptr, context_ptr, cu_ptr, out_ptr, lse_ptr,
+    heads, splits, row_tiles, scale, q_token, q_head, block_stride, slot_stride, scale_block,
+    scale_slot, table_seq,
+    RANK: tl.constexpr, ROTATED: tl.constexpr, RANK_PAD: tl.constexpr, ROTATED_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Grid: sequences x tiles of rows, splits. SCALES: "none", "static" or "token"."""
+    dtype = q_ptr.dtype.element_ty
+    seq, split = tl.program_id(0) // row_tiles, tl.program_id(1)
+    first = tl.load(cu_ptr + seq)
+    tokens = tl.load(cu_ptr + seq + 1) - first
+    row = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = row // heads, row % heads
+    valid = token < tokens
+    context = tl.load(context_ptr + seq)
+    position = context - tokens + token
+    q_row = (first + token).to(tl.int64)
+    q_at = q_row * q_token + head * q_head
+    q_latent, _ = load_rows(q_ptr, q_at, valid, 1, RANK, RANK_PAD)
+    q_rotated, _ = load_rows(q_ptr, q_at + RANK, valid, 1, ROTATED, ROTATED_PAD)
+    factor = FP8_FACTOR if IS_FP8 else 1.0
+    if SCALES == "static":
+        factor *= tl.load(static_ptr)
+
+    start = split * SPLIT
+    end = tl.minimum(context, start + SPLIT)
+    peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, RANK_PAD), tl.float32)
+    for begin in range(start, end, BLOCK_N):
+        key = begin + tl.arange(0, BLOCK_N)
+        inside = key < end
+        block = tl.load(table_ptr + seq.to(tl.int64) * table_seq + key // BLOCK_SIZE, mask=inside,
+                        other=0).to(tl.int64)  # fmt: skip
+        slot = key % BLOCK_SIZE
+        at = block * block_stride + slot * slot_stride
+        latent, _ = load_codes(code_ptr, scale_ptr, scale_ptr, at, at, inside, dtype, BITS, IS_FP8,
+                               SCALES, 1, False, RANK, RANK_PAD)  # fmt: skip
+        rotated, _ = load_codes(code_ptr, scale_ptr, scale_ptr, at + RANK, at, inside, dtype, BITS,
+                                IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD)  # fmt: skip
+        s = dot(q_latent, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+        s = dot(q_rotated, tl.trans(rotated), s) * (scale * factor * LOG2E)
+        if SCALES == "token":
+            entry = tl.load(scale_ptr + block * scale_block + slot * scale_slot, mask=inside,
+                            other=1.0).to(tl.float32)  # fmt: skip
+            entry = tl.maximum(entry, SMALLEST_SCALE)
+            s = s * entry[None, :] + tl.log2(entry)[None, :]
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        s = tl.where(visible, s, -float("inf"))
+        higher = tl.maximum(peak, tl.max(s, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2(s - shift[:, None])
+        fade = tl.exp2(peak - shift)
+        peak = higher
+        weight = p
+        if SCALES == "token":
+            weight = p / entry[None, :]
+        total = total * fade + tl.sum(weight, 1)
+        acc = dot(p.to(dtype), latent, acc * fade[:, None])
+
+    empty = total == 0
+    share = factor / tl.where(empty, 1.0, total)
+    lse = tl.where(empty, -float("inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
+    out_row = (q_row * heads + head) * splits + split
+    tl.store(lse_ptr + out_row, lse, mask=valid)
+    channel = tl.arange(0, RANK_PAD)
+    mask = (valid & ~empty)[:, None] & (channel < RANK)[None, :]
+    tl.store(
+        out_ptr + (out_row * RANK)[:, None] + channel[None, :], acc * share[:, None], mask=mask
+    )
+
+
+def mla_decode(
+    q: Tensor,
+    cache: BlockPool,
+    rank: int,
+    batch: PagedBatch,
+    scale: float,
+    tiles: LatentTiles | None = None,
+) -> AttentionOutput:
+    """`mla_decode_reference` for q float16 or bfloat16, any strides but that of its last axis.
+
+    ValueError, naming it, for a tensor that does not fit.
+    """
+    check_latent(q, cache, rank, batch)
+    tokens, heads, width = q.shape
+    tiles = tiles or default_tiles(heads)
+    splits = max(1, -(-batch.max_context_len // tiles.split))
+    parts = torch.empty(tokens, heads, splits, rank, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
+    row_tiles = -(-batch.max_query_len * heads // tiles.block_m)
+    codes, fmt = cache.codes.stride(), cache.fmt
+    scales = cache.scale.stride() if cache.scale is not None else (0,) * 4
+    args = {
+        "q_ptr": q,
+        "code_ptr": cache.codes,
+        "scale_ptr": cache.scale,
+        "static_ptr": cache.static_scale,
+        "table_ptr": batch.block_tables,
+        "context_ptr": batch.context_lens,
+        "cu_ptr": batch.cu_seqlens_q,
+        "out_ptr": parts,
+        "lse_ptr": part_lse,
+        "heads": heads,
+        "splits": splits,
+        "row_tiles": row_tiles,
+        "scale": scale,
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "block_stride": codes[0],
+        "slot_stride": codes[2],
+        "scale_block": scales[0],
+        "scale_slot": scales[2],
+        "table_seq": batch.block_tables.stride(0),
+    }
+    constants = {
+        "RANK": rank,
+        "ROTATED": width - rank,
+        "RANK_PAD": padded(max(16, rank)),
+        "ROTATED_PAD": padded(max(16, width - rank)),
+        "BLOCK_SIZE": cache.block_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "SPLIT": tiles.split,
+        "BITS": 16 if fmt is None else 8,
+        "IS_FP8": fmt is not None and fmt.kind == "float",
+        "SCALES": scales_of(fmt, width),
+    }
+    grid = (len(batch.context_lens) * row_tiles, splits)
+    launch(mla_kernel, grid, args, constants, tiles.warps)
+    out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    combine(parts, part_lse, None, out, lse, 1)
+    return AttentionOutput(out, lse)
+
+
+def check_latent(q: Tensor, cache: BlockPool, rank: int, batch: PagedBatch) -> None:
+    """ValueError, naming what does not fit."""
+    check_pool(OP, "cache", cache, q.dtype, q.device)
+    if cache.kv_heads != 1:
+        raise ValueError(f"{OP}: cache has {cache.kv_heads} heads, not 1")
+    check_tensor(OP, "q", q, (None, None, cache.head_dim), DTYPES)
+    if not 0 < rank < cache.head_dim:
+        raise ValueError(f"{OP}: rank is {rank}, entries are of {cache.head_dim}")
+    check_batch(OP, batch, cache.block_size, q.device)
