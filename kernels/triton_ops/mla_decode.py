@@ -67,8 +67,8 @@ def mla_kernel(
     position = context - tokens + token
     q_row = (first + token).to(tl.int64)
     q_at = q_row * q_token + head * q_head
-    q_latent, _ = load_rows(q_ptr, q_at, valid, 1, RANK, RANK_PAD)
-    q_rotated, _ = load_rows(q_ptr, q_at + RANK, valid, 1, ROTATED, ROTATED_PAD)
+    q_latent = load_rows(q_ptr, q_at, valid, 1, RANK, RANK_PAD)[0]
+    q_rotated = load_rows(q_ptr, q_at + RANK, valid, 1, ROTATED, ROTATED_PAD)[0]
     factor = FP8_FACTOR if IS_FP8 else 1.0
     if SCALES == "static":
         factor *= tl.load(static_ptr)
@@ -85,10 +85,10 @@ def mla_kernel(
                         other=0).to(tl.int64)  # fmt: skip
         slot = key % BLOCK_SIZE
         at = block * block_stride + slot * slot_stride
-        latent, _ = load_codes(code_ptr, scale_ptr, scale_ptr, at, at, inside, dtype, BITS, IS_FP8,
-                               SCALES, 1, False, RANK, RANK_PAD)  # fmt: skip
-        rotated, _ = load_codes(code_ptr, scale_ptr, scale_ptr, at + RANK, at, inside, dtype, BITS,
-                                IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD)  # fmt: skip
+        latent = load_codes(code_ptr, scale_ptr, scale_ptr, at, at, inside, dtype, BITS, IS_FP8,
+                            SCALES, 1, False, RANK, RANK_PAD)[0]  # fmt: skip
+        rotated = load_codes(code_ptr, scale_ptr, scale_ptr, at + RANK, at, inside, dtype, BITS,
+                             IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD)[0]  # fmt: skip
         s = dot(q_latent, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         s = dot(q_rotated, tl.trans(rotated), s) * (scale * factor * LOG2E)
         if SCALES == "token":

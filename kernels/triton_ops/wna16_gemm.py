@@ -56,7 +56,9 @@ class WNA16Config(NamedTuple):
 
 
 @jit
-def _codes(words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def tile_codes(
+    words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
+):
     """Codes less zero of the SLOT-th run of 32 columns of a tile, from its planes."""
     if BITS == 8:
         codes = unpack(words if SLOT < 2 else second, zero, 8, 8 * (SLOT % 2), ASM)
@@ -70,7 +72,7 @@ def _codes(words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, AS
 
 
 @jit
-def _planes(at, stride, on_n, BITS: tl.constexpr):
+def load_planes(at, stride, on_n, BITS: tl.constexpr):
     """The planes of a tile's rows, each [BLOCK_N, 32]; what there is not is the first again."""
     words = tl.load(at, mask=on_n[:, None], other=0)
     second, bits = words, words
@@ -82,7 +84,7 @@ def _planes(at, stride, on_n, BITS: tl.constexpr):
 
 
 @jit
-def _group_row(tile, g, GROUP: tl.constexpr, TILE: tl.constexpr):
+def group_row(tile, g, GROUP: tl.constexpr, TILE: tl.constexpr):
     """The row of scales for the g-th group of a tile."""
     if GROUP == 0:
         row = 0
@@ -94,7 +96,7 @@ def _group_row(tile, g, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 
 @jit
-def _group_values(
+def group_values(
     at, on_n, DTYPE: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, N: tl.constexpr
 ):
     """Scales float32 [N] at packed scales `at`, and what `unpack` takes away, [N, 32] in DTYPE."""
@@ -149,7 +151,7 @@ def wna16_kernel(
     words_in_tile = tl.cast(N, tl.int64) * (PLANES * 32)
 
     # one scale a row: its zero-point is read here, and it multiplies the whole sum at the end
-    row_scale, row_zero = _group_values(
+    row_scale, row_zero = group_values(
         scale_ptr + n, on_n & (GROUP == 0 and ASYMMETRIC), DTYPE, BITS, ASYMMETRIC, BLOCK_N
     )
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -157,13 +159,13 @@ def wna16_kernel(
         part * per_part, tl.minimum((part + 1) * per_part, tiles), num_stages=STAGES
     ):
         plane = word_at + tile * words_in_tile
-        words, second, bits = _planes(plane, N * 32, on_n, BITS)
+        words, second, bits = load_planes(plane, N * 32, on_n, BITS)
         for g in tl.static_range(GROUPS):
             if GROUP == 0:
                 scale, zero, total = row_scale, row_zero, acc
             else:
-                row = _group_row(tile, g, GROUP, TILE)
-                scale, zero = _group_values(
+                row = group_row(tile, g, GROUP, TILE)
+                scale, zero = group_values(
                     scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N
                 )
                 total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -173,7 +175,7 @@ def wna16_kernel(
                 if not WHOLE_TILES:
                     on_x = on_x & (column + i[None, :] < K)
                 x = tl.load(x_at + column, mask=on_x, other=0.0)
-                codes = _codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
+                codes = tile_codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
                 total = dot(codes, tl.trans(x), total)
             acc = total if GROUP == 0 else acc + total * scale[:, None]
 
@@ -186,7 +188,7 @@ def wna16_kernel(
             return
         acc = sum_parts(at, stride, on, lock, SPLIT_K)
     if GROUP == 0:
-        row_scale, row_zero = _group_values(scale_ptr + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
+        row_scale, row_zero = group_values(scale_ptr + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
         acc *= row_scale[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=on_n, other=0.0).to(tl.float32)[:, None]
@@ -221,13 +223,13 @@ def wna16_dequantize_kernel(
     n = first_row + local
     i = tl.arange(0, 32)
     at = words_ptr + tl.cast(N, tl.int64) * (PLANES * 32) * tile + n[:, None] * 32 + i[None, :]
-    words, second, bits = _planes(at, N * 32, on_n, BITS)
+    words, second, bits = load_planes(at, N * 32, on_n, BITS)
     out = out_ptr + local.to(tl.int64)[:, None] * K + i[None, :]
     for g in tl.static_range(GROUPS):
-        row = _group_row(tile, g, GROUP, TILE)
-        scale, zero = _group_values(scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
+        row = group_row(tile, g, GROUP, TILE)
+        scale, zero = group_values(scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
         for j in tl.static_range(SLOTS):
-            codes = _codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
+            codes = tile_codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
             value = codes.to(tl.float32) * scale[:, None]
             column = tile * TILE + (g * SLOTS + j) * 32
             on = on_n[:, None] & (column + i[None, :] < K)
