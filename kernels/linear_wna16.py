@@ -36,10 +36,10 @@ def _decline(problem: LinearProblem) -> str | None:
         return f"holds 2-, 3-, 4- or 8-bit codes, not {problem.num_bits}-bit"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
-    return decline_groups(problem.num_bits, _group_size(problem))
+    return decline_groups(problem.num_bits, group_size(problem))
 
 
-def _group_size(problem: LinearProblem) -> int:
+def group_size(problem: LinearProblem) -> int:
     """Columns that share a scale; 0 where a whole row does."""
     return 0 if problem.group_size >= problem.in_features else problem.group_size
 
@@ -49,7 +49,7 @@ def pack_wna16(operands: LinearOperands, problem: LinearProblem) -> PackedWeight
     from .triton_ops.wna16_gemm import LOCK_ROWS
     from .wna16_forms import BLOCK_N
 
-    codes, half, group = operands.codes, 1 << (problem.num_bits - 1), _group_size(problem)
+    codes, half, group = operands.codes, 1 << (problem.num_bits - 1), group_size(problem)
     unsigned = (codes.to(torch.int16) + half).to(torch.uint8)
     words = pack_words(unsigned, problem.num_bits)
     scale, zero = operands.float_scale(), operands.zero_point
@@ -68,14 +68,14 @@ def pack_wna16(operands: LinearOperands, problem: LinearProblem) -> PackedWeight
 def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
-    from .triton_ops.launch import launch_backend
+    from .triton_ops.launch import launch_arch
     from .triton_ops.wna16_gemm import wna16_gemm
     from .wna16_forms import FUSED_ROWS, pinned_config, wna16_config
 
     weight = PackedWeight(*tensors)
-    fmt = WNA16Format(problem.num_bits, _group_size(problem), not problem.symmetric)
+    fmt = WNA16Format(problem.num_bits, group_size(problem), not problem.symmetric)
     rows = x.reshape(-1, problem.in_features)
-    shape = problem.out_features, len(weight.words), launch_backend()
+    shape = problem.out_features, len(weight.words), problem.num_bits, launch_arch(x.device)
     if problem.batch_invariant:
         y = wna16_gemm(rows, weight, bias, fmt, pinned_config(*shape))
     elif len(rows) <= FUSED_ROWS:
