@@ -30,7 +30,8 @@ from .paged_kv import BlockPool, PoolForm, Step, gather_blocks
 class AttentionOptions(NamedTuple):
     """scale: of the logits, as a rule head_dim^-0.5. sliding_window: keys that a token sees, itself
     included; None: all. softcap: None for none. sinks, alibi_slopes: float32 [heads].
-    rotated_queries: where keys are stored through a Hadamard matrix, q has been, too."""
+    rotated_queries: q has been through the Hadamard matrix that keys are stored through; nothing
+    where there is none."""
 
     scale: float
     sliding_window: int | None = None
@@ -129,7 +130,7 @@ def paged_attention_reference(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(*q.shape[:2], values.head_dim)
     lse = torch.empty(q.shape[:2], device=q.device)
-    if options.rotated_queries:
+    if options.rotated_queries and keys.fmt is not None and keys.fmt.rotate:
         q = rotate_heads(q.to(dtype)).to(q.dtype)  # its own inverse
     starts = batch.cu_seqlens_q.tolist()
     for seq, length in enumerate(batch.context_lens.tolist()):

@@ -11,7 +11,7 @@ from lowbit.kernels.attention_ops import (
     paged_attention_reference,
 )
 from lowbit.kernels.errors import UserError
-from lowbit.kernels.kv_quant import KVFormat
+from lowbit.kernels.kv_quant import KVFormat, rotate_heads
 
 from .attention_cases import Sequences, batch_of, options, stored_forms
 
@@ -51,6 +51,18 @@ def test_the_cpu_kernel_reads_every_form(form):
     got = paged_attention(s.q, s.keys, s.values, s.batch, options(6, 32), "sdpa_cpu")
     expected = paged_attention_reference(s.q, s.keys, s.values, s.batch, options(6, 32))
     torch.testing.assert_close(got.out, expected.out, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4_rotated"])
+def test_rotated_queries_are_turned_only_where_keys_are(form):
+    fmt = stored_forms(32)[form]
+    s = sequences([20, 7], [1, 1], forms=(fmt, None))
+    expected = paged_attention_reference(s.q, s.keys, s.values, s.batch, options(6, 32)).out
+    rotated = options(6, 32)._replace(rotated_queries=True)
+    q = rotate_heads(s.q) if form == "int4_rotated" else s.q
+    for kernel in ("sdpa_cpu", "reference"):
+        got = paged_attention(q, s.keys, s.values, s.batch, rotated, kernel)
+        torch.testing.assert_close(got.out, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -1,0 +1,107 @@
+"""Cases of paged attention: decode and prefill over every stored form, head sizes, flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention_ops import (
+    AttentionOptions,
+    AttentionOutput,
+    PagedBatch,
+    paged_attention_reference,
+)
+from ..paged_kv import BlockPool
+from ..triton_ops.launch import Launch
+from ..triton_ops.paged_attention import Form, default_tiles, paged_attention
+from .case import Bars, Case, Maker, Operands, Size
+from .pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
+
+
+class _Shape(NamedTuple):
+    seqs: int
+    context: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    key: str
+    value: str
+    dtype: torch.dtype
+
+    @property
+    def form(self) -> Form:
+        return "split" if self.queries == 1 else "whole"
+
+    def pool(self, form: str) -> PoolShape:
+        return PoolShape(form, self.seqs, self.context, self.kv_heads, self.head_dim, self.dtype)
+
+
+_FORMS = (
+    ("dense", "dense"), ("int8", "int8"), ("fp8", "fp8"), ("int8", "int4"), ("int4", "int4"),
+    ("int4_g32", "int4_g32"),
+)  # fmt: skip
+_SIZES = ((64, 9, 3), (128, 32, 8), (256, 16, 8))
+_IN_CI = {("dense", 1), ("int8", 1), ("int4", 1), ("dense", 512)}
+
+
+def cases(size: Size) -> Iterator[Case]:
+    small = size == "small"
+    for queries in (1, 512):
+        for key, value in _FORMS:
+            for head_dim, heads, kv_heads in _SIZES if key in ("dense", "int4") else _SIZES[1:2]:
+                shape = (2, 96, min(queries, 24), 2, 1, 32) if small else (
+                    16, 4096, queries, heads, kv_heads, head_dim)  # fmt: skip
+                dtype = torch.float16 if small else torch.bfloat16
+                s = _Shape(*shape, key, value, dtype)
+                name = f"{'decode' if queries == 1 else 'prefill'} {key} {value} D={head_dim}"
+                yield _case(s, name, head_dim == 128 and (key, queries) in _IN_CI)
+
+
+def _case(s: _Shape, name: str, ci: bool) -> Case:
+    options = AttentionOptions(s.head_dim**-0.5)
+
+    def make(maker: Maker) -> Operands:
+        q = maker.normal(s.seqs * s.queries, s.heads, s.head_dim, dtype=s.dtype)
+        batch = batch_operands(maker, s.seqs, s.context, s.queries)
+        keys = pool_operands(maker, "keys", s.pool(s.key))
+        return {"q": q, **keys, **pool_operands(maker, "values", s.pool(s.value)), **batch}
+
+    def run(o: Operands) -> AttentionOutput:
+        return paged_attention(*_inputs(o, s), options._replace(rotated_queries=True))
+
+    def reference(o: Operands) -> AttentionOutput:
+        q, keys, values, batch = _inputs(o, s)
+        rotated = options._replace(rotated_queries=True)
+        return paged_attention_reference(q.double(), keys, values, batch, rotated)
+
+    operands = ("keys", "values")
+    decode = s.queries == 1
+    group = s.heads // s.kv_heads
+    bars = Bars(
+        once=operands if decode else (), wide=operands, tensor_cores="fp16",
+        tile_rows=default_tiles(s.form, s.head_dim, group).block_m,
+        codes_in_loop=None if s.key == "dense" else _codes_in_loop,
+    )  # fmt: skip
+    seen = s.context if decode else s.context - s.queries // 2
+    operations = 4 * s.seqs * s.queries * s.heads * seen * s.head_dim
+    tolerance = 4 * torch.finfo(s.dtype).eps
+    return Case("paged_attention", name, make, run, reference, tolerance, bars, operations, ci=ci)
+
+
+def _codes_in_loop(launch: Launch) -> int:
+    return launch.constants["BLOCK_N"] * (
+        launch.constants["HEAD_DIM"] + launch.constants["VALUE_DIM"]
+    )
+
+
+def _inputs(o: Operands, s: _Shape) -> tuple[Tensor, BlockPool, BlockPool, PagedBatch]:
+    q = o["q"]
+    assert q is not None
+    keys, values = (
+        pool_of(o, name, form, s.head_dim) for name, form in (("keys", s.key), ("values", s.value))
+    )
+    return q, keys, values, batch_of(o, s.context, s.queries)
