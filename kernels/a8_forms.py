@@ -12,18 +12,18 @@ from .wna16_forms import parts_of_k
 BLOCK_N = 64  # the narrowest block: what locks are counted for
 
 
-def a8_config(rows: int, out_features: int, tiles: int, backend: str) -> A8Config:
-    """The shipped configuration for `rows` tokens."""
-    hip = backend == "hip"
+def a8_config(rows: int, out_features: int, tiles: int, arch: int | str) -> A8Config:
+    """The shipped configuration for `rows` tokens on `arch` (`launch_arch`)."""
+    narrow = isinstance(arch, str) or 80 < arch < 90  # shared memory for two stages of wide tiles
     if rows <= 64:
-        block_m = 16 if rows <= 16 else 64
-        split = parts_of_k(out_features, tiles, programs=2 if rows <= 16 else 1)
-        return A8Config(block_m, BLOCK_N, split, 4, 2 if hip else 5 if rows <= 16 else 4)
-    if rows <= 256 or hip:
-        return A8Config(128, 128, 1, 8, 2 if hip else 4)
-    return A8Config(256, 128, 1, 8, 4)
+        small = rows <= 16
+        split = parts_of_k(out_features, tiles, programs=2 if small else 1)
+        return A8Config(16 if small else 64, BLOCK_N, split, 4, 2 if narrow else 5 if small else 4)
+    if rows > 256 and arch == 90:  # on the others int32 sums of this tile spill
+        return A8Config(256, 128, 1, 8, 4)
+    return A8Config(128, 128, 1, 8, 2 if narrow else 4)
 
 
-def pinned_config(out_features: int, tiles: int, backend: str) -> A8Config:
+def pinned_config(out_features: int, tiles: int, arch: int | str) -> A8Config:
     """The one configuration for every number of tokens, where no batch may change a bit."""
-    return a8_config(64, out_features, tiles, backend)
+    return a8_config(64, out_features, tiles, arch)

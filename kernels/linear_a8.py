@@ -78,13 +78,13 @@ def _run(
     from .a8_layout import TILE
     from .triton_ops.a8_gemm import a8_gemm
     from .triton_ops.act_quant import act_quant
-    from .triton_ops.launch import launch_backend
+    from .triton_ops.launch import launch_arch
 
     weight, static = A8Weight(*tensors[:3]), tensors[3] if len(tensors) > 3 else None
     assert problem.activation is not None
     rows = x.reshape(-1, problem.in_features)
     codes, scales = act_quant(rows, problem.activation, static)
-    shape = problem.out_features, -(-problem.in_features // TILE), launch_backend()
+    shape = problem.out_features, -(-problem.in_features // TILE), launch_arch(x.device)
     pinned = problem.batch_invariant
     config = pinned_config(*shape) if pinned else a8_config(len(rows), *shape)
     y = a8_gemm(codes, scales, weight, bias, _group_size(problem), x.dtype, config)

@@ -104,12 +104,13 @@ def linear_kernels() -> tuple[LinearKernel, ...]:
     from .linear_a8 import A8
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
+    from .linear_fp4 import FP4
     from .linear_int4 import INT4PACK_CPU
     from .linear_int8 import INT8PACK_CPU
     from .linear_w8a8 import W8A8_CPU
     from .linear_wna16 import WNA16
 
-    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, WNA16, DENSE, DEQUANT
+    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, FP4, WNA16, DENSE, DEQUANT
 
 
 def choose_linear(problem: LinearProblem, force: str | None = None) -> Choice[LinearKernel]:

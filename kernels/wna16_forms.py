@@ -2,7 +2,10 @@
 
 A form's parts of K depend on the weight's shape alone, so a row has the same bits whatever batch
 it is in as long as the form stays; `pinned_config` is one for every number of tokens. Programs are
-counted for the 132 multiprocessors of an H100 on every device, so that results do not depend on it.
+counted for the 132 multiprocessors of an H100 on every device.
+
+128 tokens spill on sm_80 unless 8 warps share 128 rows of the weight; consumer GPUs and gfx942 have
+shared memory for two stages of the wide tiles.
 """
 
 from __future__ import annotations
@@ -12,21 +15,27 @@ from .triton_ops.wna16_gemm import WNA16Config
 SMALL_ROWS = 16  # tokens up to which weights alone are waited for
 FUSED_ROWS = 128  # tokens up to which one pass over the packed weights serves all
 PROCESSORS = 132
-BLOCK_N = 64
+BLOCK_N = 64  # the narrowest block of rows: locks and parts of K are counted for it
 
 
-def wna16_config(rows: int, out_features: int, tiles: int, backend: str) -> WNA16Config:
-    """The shipped configuration for `rows` tokens, 1 to FUSED_ROWS."""
+def wna16_config(
+    rows: int, out_features: int, tiles: int, num_bits: int, arch: int | str
+) -> WNA16Config:
+    """The shipped configuration for `rows` tokens, 1 to FUSED_ROWS, on `arch` (`launch_arch`)."""
     block_m = next(b for b in (16, 32, 64, 128) if b >= min(rows, FUSED_ROWS))
     small = block_m <= SMALL_ROWS
-    stages = 2 if backend == "hip" else 5 if small else 4
     split = parts_of_k(out_features, tiles, programs=2 if small else 1)
+    if isinstance(arch, str):
+        return WNA16Config(block_m, BLOCK_N, split, 4, 2)
+    stages = 3 if num_bits < 4 else 5 if small else 4
+    if block_m == 128 and arch < 90:
+        return WNA16Config(block_m, 2 * BLOCK_N, split, 8, 3 if arch == 80 and num_bits == 4 else 2)
     return WNA16Config(block_m, BLOCK_N, split, 4, stages)
 
 
-def pinned_config(out_features: int, tiles: int, backend: str) -> WNA16Config:
+def pinned_config(out_features: int, tiles: int, num_bits: int, arch: int | str) -> WNA16Config:
     """The one configuration for every number of tokens, where no batch may change a bit."""
-    return wna16_config(64, out_features, tiles, backend)
+    return wna16_config(64, out_features, tiles, num_bits, arch)
 
 
 def parts_of_k(out_features: int, tiles: int, programs: int) -> int:

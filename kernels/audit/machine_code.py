@@ -1,8 +1,9 @@
 """What a compiled kernel's machine code shows: resources, tensor cores, and work a loop pass.
 
 CUDA's is read with `cuobjdump` and `nvdisasm`, which Triton brings, HIP's is Triton's own text. The
-loop is the longest run of instructions that ends in a jump back to its start and in which
-matrices are multiplied; where nothing is multiplied, the longest of all.
+loop is the longest run of instructions that ends in a conditional jump back to its start and in
+which matrices are multiplied; where nothing is multiplied, the longest of all. (Unconditional jumps
+back lead out of waits that the compiler has moved to the end.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class MachineCode(NamedTuple):
 
 
 _LABEL = re.compile(r"^(\.[\w.$]+):")
-_CUDA_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+_CUDA_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
+_BACK = re.compile(r"(?:@\S+ BRA|BRA\S* !?U?P\d|s_cbranch)")
 _HIP_INSTRUCTION = re.compile(r"^\s+([a-z]\w+\b[^;]*)")
 _MATRIX = re.compile(r"^(?:[A-Z0-9]*MMA|v_mfma)")
 _CONVERSION = re.compile(r"^(?:I2F|v_cvt_(?:f32|f16)_[iu])")
@@ -102,7 +104,8 @@ def _cuda_lines(text: str) -> list[str]:
         if (label := _LABEL.match(line)) is not None:
             lines.append(label[1] + ":")
         elif (instruction := _CUDA_INSTRUCTION.match(line)) is not None:
-            lines.append(instruction[1])
+            jump = instruction[2].startswith("BRA") and instruction[1]
+            lines.append(f"{instruction[1].strip()} {instruction[2]}" if jump else instruction[2])
     return lines
 
 
@@ -127,7 +130,7 @@ def _loop(lines: list[str]) -> list[str]:
     starts = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
     loops = []
     for i, line in enumerate(lines):
-        if re.match(r"(BRA|s_cbranch|s_branch)", line) is None:
+        if _BACK.match(line) is None:
             continue
         jump = re.search(r"\.[A-Z][\w.$]*\d", line)
         if jump is not None and starts.get(jump[0], i) < i:

@@ -10,7 +10,7 @@ import torch
 from ..a8_forms import BLOCK_N, a8_config
 from ..a8_layout import TILE, A8Weight, unpack_halves
 from ..triton_ops.a8_gemm import LOCK_ROWS, a8_gemm
-from ..triton_ops.launch import launch_backend
+from ..triton_ops.launch import Launch, launch_arch
 from .case import Bars, Case, Maker, Operands, Size
 
 _FP8_TARGETS = ("sm_90", "sm_100", "gfx942")
@@ -52,24 +52,30 @@ def cases(size: Size) -> Iterator[Case]:
 
 def _case(s: _Shape, rows: int, ci: bool) -> Case:
     def run(o: Operands) -> torch.Tensor:
-        config = a8_config(rows, s.out_features, -(-s.in_features // TILE), launch_backend())
         x, x_scale, codes, scale, locks, bias = o.values()
         assert x is not None and x_scale is not None and codes is not None
+        config = a8_config(rows, s.out_features, -(-s.in_features // TILE), launch_arch(x.device))
         assert scale is not None and locks is not None
         weight = A8Weight(codes, scale, locks)
         return a8_gemm(x, x_scale, weight, bias, s.group, s.dtype, config)
 
     label = f"{_LABELS[s.kind]} {f'g{s.group}' if s.group else 'channel'} M={rows}"
     once = ("codes", "scale") if rows <= 128 else ()
+    unpacks = s.kind == "int4"
     bars = Bars(
         once=once, wide=("codes",), tensor_cores="fp8" if s.kind == "fp8" else "int8",
-        codes_in_loop=BLOCK_N * TILE if s.kind == "int4" and rows <= 64 else 0,
+        codes_in_loop=_codes if unpacks else None,
     )  # fmt: skip
     return Case(
         "a8_gemm", label, lambda make: _operands(make, s), run, lambda o: _reference(o, s),
         2 * torch.finfo(s.dtype).eps, bars, 2 * s.rows * s.out_features * s.in_features,
-        _FP8_TARGETS if s.kind == "fp8" else (), ci,
+        _FP8_TARGETS if s.kind == "fp8" else (), ci, by_row=("x", "x_scale"),
     )  # fmt: skip
+
+
+def _codes(launch: Launch) -> int:
+    """Codes of a tile."""
+    return launch.constants["BLOCK_N"] * TILE
 
 
 def _operands(make: Maker, s: _Shape) -> Operands:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..triton_ops.launch import Launch
+
 Size = Literal["small", "real"]
 Operands = dict[str, Tensor | None]
 Results = Tensor | tuple[Tensor, ...]
@@ -50,8 +52,8 @@ class Bars:
     tensor_cores: what matrices are multiplied in; None for ops that multiply none.
     tile_rows: rows of the tile that tensor cores multiply: from 64 on Hopper and Blackwell have
         instructions of their own.
-    codes_in_loop: packed codes that one pass of a program's loop unpacks; instructions of the loop
-        are counted per code. 0: nothing is unpacked.
+    codes_in_loop: packed codes that one pass of a launch's loop unpacks in a program; instructions
+        of the loop are counted per code. None: nothing is unpacked.
     max_logic: how many logic, shift and permute instructions a code may take on CUDA, and no
         conversion of whole numbers to floats; None: counted only.
     """
@@ -60,7 +62,7 @@ class Bars:
     wide: tuple[str, ...] = ()
     tensor_cores: Literal["fp16", "int8", "fp8", "fp4"] | None = None
     tile_rows: int = 64
-    codes_in_loop: int = 0
+    codes_in_loop: Callable[[Launch], int] | None = None
     max_logic: float | None = None
 
 
@@ -75,6 +77,8 @@ class Case:
     targets: names of the targets that this configuration is shipped for ("sm_90"); empty: all.
     ci: whether CI compiles it; the others are left to `python -m lowbit.kernels.audit`.
     floor: bytes of an operand that the op must move, where that is not all of them.
+    by_row: operands with a row for each token, all as many: results of some rows alone must have
+        the same bits as in the whole batch. Empty: not checked.
     """
 
     op: str
@@ -88,6 +92,7 @@ class Case:
     targets: tuple[str, ...] = ()
     ci: bool = False
     floor: Callable[[Operands], dict[str, int]] | None = None
+    by_row: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ..linear_ops import LinearOperands, LinearProblem, linear_reference
-from ..triton_ops.launch import launch_backend
-from ..triton_ops.wna16_gemm import LOCK_ROWS, wna16_dequantize, wna16_gemm
+from ..triton_ops.launch import launch_arch
+from ..triton_ops.wna16_gemm import LOCK_ROWS, WNA16Config, wna16_dequantize, wna16_gemm
 from ..wna16_forms import BLOCK_N, wna16_config
 from ..wna16_layout import (
     RUN,
@@ -29,6 +29,11 @@ class _Shape(NamedTuple):
     rows: int
     out_features: int
     in_features: int
+
+    def config(self, arch: int | str) -> WNA16Config:
+        bits = self.fmt.num_bits
+        tiles = -(-self.in_features // tile_columns(bits))
+        return wna16_config(self.rows, self.out_features, tiles, bits, arch)
 
     @property
     def label(self) -> str:
@@ -66,18 +71,19 @@ def _gemm_case(s: _Shape, ci: bool) -> Case:
     def run(o: Operands) -> torch.Tensor:
         x, weight = o["x"], _weight(o)
         assert x is not None
-        config = wna16_config(len(x), s.out_features, len(weight.words), launch_backend())
+        config = s.config(launch_arch(x.device))
         return wna16_gemm(x, weight, o["bias"], s.fmt, config)
 
     tile = tile_columns(s.fmt.num_bits)
     bars = Bars(
         once=("words", "scale"), wide=("words",), tensor_cores="fp16",
-        codes_in_loop=BLOCK_N * tile, max_logic=1.25 if s.fmt.num_bits == 4 else None,
+        codes_in_loop=lambda launch: launch.constants["BLOCK_N"] * tile,
+        max_logic=1.25 if s.fmt.num_bits == 4 else None,
     )  # fmt: skip
     return Case(
         "wna16_gemm", s.label, lambda make: _operands(make, s), run,
         lambda o: _reference(o, s), 2 * torch.finfo(s.dtype).eps, bars,
-        operations=2 * s.rows * s.out_features * s.in_features, ci=ci,
+        operations=2 * s.rows * s.out_features * s.in_features, ci=ci, by_row=("x",),
     )  # fmt: skip
 
 

@@ -1,0 +1,46 @@
+"""What a measured speed is, and its bars."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Ceilings(NamedTuple):
+    """Measured on this device: bytes a second copied, bfloat16 operations a second of torch."""
+
+    bandwidth: float
+    matmul: float
+
+
+class Speed(NamedTuple):
+    """One row. what: scheme and shape. size: tokens, or context. ours, theirs: seconds.
+    moved: bytes that must move. bar: how many times as fast as `theirs` it must be (0: no bar).
+    bandwidth_bar: share of the copy bandwidth that it must reach (0: no bar)."""
+
+    what: str
+    size: int
+    kernel: str
+    ours: float
+    theirs: float
+    moved: int
+    operations: int
+    bar: float = 0.0
+    bandwidth_bar: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+    def bandwidth_share(self, ceilings: Ceilings) -> float:
+        """Bytes that must move a second, over the copy's."""
+        return self.moved / self.ours / ceilings.bandwidth
+
+    def faults(self, ceilings: Ceilings) -> list[str]:
+        """Bars that it misses."""
+        share = self.bandwidth_share(ceilings)
+        found = []
+        if self.ratio < self.bar:
+            found.append(f"{self.ratio:.2f}x, under {self.bar}x")
+        if share < self.bandwidth_bar:
+            found.append(f"{share:.0%} of copy bandwidth, under {self.bandwidth_bar:.0%}")
+        return found
