@@ -27,14 +27,15 @@ def deep_llama(folder: Path, layers: int = 6) -> Path:
     config: LlamaConfig = FAMILIES["llama"]()
     config.num_hidden_layers = layers
     save_tiny(folder, config)
-    change_json(folder / "tokenizer.json", _add_merge)
+    change_json(folder / "tokenizer.json", add_merge)
     (folder / "NOTICE").write_text("rides along\n")
     (folder / "extra").mkdir()
     (folder / "extra" / "notes.txt").write_text("rides along too\n")
     return folder
 
 
-def _add_merge(tokenizer: dict[str, Any]) -> None:
+def add_merge(tokenizer: dict[str, Any]) -> None:
+    """Edit a byte tokenizer's JSON in place."""
     tokenizer["model"]["vocab"]["th"] = PAD + 1
     tokenizer["model"]["merges"] = [["t", "h"]]
 

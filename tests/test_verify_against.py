@@ -12,13 +12,17 @@ import torch
 from lowbit.kernels.errors import UserError
 from lowbit.quantize import run, verify
 from lowbit.quantize.checkpoint.load import Checkpoint
+from lowbit.quantize.checkpoint.manifest import MANIFEST
+from lowbit.quantize.cli.recipe_options import build_recipe
+from lowbit.quantize.gguf.export import export_gguf
+from lowbit.quantize.gguf.reader import GGUFFile
 from lowbit.quantize.recipe import Recipe
 from lowbit.quantize.verification.findings import AGAINST
 from torch import Tensor
 
 from .command import Commands
 from .damage import Damage
-from .models import change_json, change_tensors, copied
+from .models import add_merge, change_json, change_tensors, copied
 from .moe_models import FAMILIES as MOE
 from .runtime_models import FAMILIES as DENSE
 from .runtime_models import OTHERS, save_tiny
@@ -48,8 +52,21 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Damage:
     return lambda folder: change_tensors(folder, lambda t: t.update({name: change(t[name])}))
 
 
+def flipped(name: str, share: float) -> Damage:
+    """Some bytes of a tensor replaced by random ones."""
+
+    def damage(t: Tensor) -> Tensor:
+        data = t.contiguous().view(torch.uint8).flatten().clone()
+        generator = torch.Generator().manual_seed(0)
+        places = torch.randperm(len(data), generator=generator)[: int(share * len(data))]
+        data[places] ^= torch.randint(1, 256, (len(places),), generator=generator).byte()
+        return data.view(t.dtype).view(t.shape)
+
+    return changed(name, damage)
+
+
 def smoothed(folder: Path) -> None:
-    recipe = {"passes": [{"method": "awq"}, {"method": "gptq"}]}
+    recipe = Recipe.from_dict({"passes": [{"method": "awq"}, {"method": "gptq"}]}).to_dict()
     (folder / REPORT).write_text(json.dumps({"recipe": recipe}))
 
 
@@ -57,6 +74,8 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "changed tensor": (changed(NORM, lambda t: t + 0.5), NORM),
     "outlier": (changed(f"{Q}.weight_scale", lambda t: 1.5 * t), f"{Q}.weight"),
     "transformed": (smoothed, REPORT),
+    "unexplained error": (flipped(f"{Q}.weight_packed", 0.02), f"{Q}.weight"),
+    "not compared": (lambda f: (f / REPORT).write_text('{"recipe": {"passes": 5}}'), REPORT),
     "not in the original": (
         lambda f: change_tensors(f, lambda t: t.update(other=torch.ones(2))), "other"),
 }  # fmt: skip
@@ -91,7 +110,7 @@ def test_tensors_of_another_model_are_outliers(base: Path, w4: Path, tmp_path: P
     shuffle = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     changed(f"{Q}.weight_packed", lambda t: t[shuffle])(folder)
     faults = [(f.fault, f.where) for f in verify(folder, base).findings]
-    assert faults == [("outlier", f"{Q}.weight")]
+    assert faults == [("unexplained error", f"{Q}.weight"), ("outlier", f"{Q}.weight")]
 
 
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
@@ -109,6 +128,65 @@ def test_what_a_recipe_rescales_is_compared_up_to_its_scales(
     assert median(e.relative_error for e in report.errors) < 0.05
     change_json(tmp_path / "out" / REPORT, lambda r: r["recipe"]["passes"].pop(0))
     assert "changed tensor" in {f.fault for f in verify(tmp_path / "out", base).findings}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of larger linears than the others here."""
+    config = DENSE["llama"]()
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    return save_tiny(tmp_path_factory.mktemp("wide") / "model", config)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq+gptq", "rotate+gptq"])
+def test_a_hundredth_of_one_linear_s_bytes_is_missed_by_no_recipe(
+    method: str, wide: Path, story: Path, tmp_path: Path
+) -> None:
+    chosen = build_recipe(
+        None, {"scheme": "W4A16", "method": method}, {},
+        {"source": str(story), "samples": 4, "seq_len": 64}, {"dtype": "float32"},
+    )  # fmt: skip
+    run(str(wide), str(tmp_path / "out"), chosen)
+    whole = verify(tmp_path / "out", wide)
+    assert [f.fault for f in whole.findings] == (["transformed"] if "awq" in method else [])
+    (tmp_path / "out" / MANIFEST).unlink()
+    down = "model.layers.1.mlp.down_proj"
+    flipped(f"{down}.weight_packed", 0.01)(tmp_path / "out")
+    found = {f.where for f in verify(tmp_path / "out", wide).findings if f.severity == "error"}
+    assert found == {f"{down}.weight"}
+
+
+def test_a_changed_tensor_of_a_rotated_model_is_found(
+    wide: Path, story: Path, tmp_path: Path
+) -> None:
+    chosen = build_recipe(None, {"scheme": "W4A16", "method": "rotate+rtn"}, {}, {}, {})
+    run(str(wide), str(tmp_path / "out"), chosen)
+    (tmp_path / "out" / MANIFEST).unlink()
+    changed("model.embed_tokens.weight", lambda t: t.roll(1, 0))(tmp_path / "out")
+    report = verify(tmp_path / "out", wide)
+    assert ("changed tensor", "model.embed_tokens.weight") in {
+        (f.fault, f.where) for f in report.findings
+    }
+
+
+@pytest.mark.parametrize("file_type", ["Q4_0", "Q4_K_M", "BF16"])
+def test_gguf_files_are_compared_as_they_are_imported(
+    file_type: str, wide: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    change_json(copied(wide, tmp_path / "model") / "tokenizer.json", add_merge)
+    export_gguf(tmp_path / "model", path, file_type, progress=False)
+    report = verify(path, wide)
+    assert [f for f in report.findings if f.severity == "error"] == []
+    assert bool(report.errors) == (file_type != "BF16")
+    stored = GGUFFile(path).tensors["blk.1.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(stored.nbytes, (stored.nbytes // 50,), generator=generator).tolist():
+        data[stored.start + at] ^= 0x5A
+    path.write_bytes(data)
+    found = {f.where for f in verify(path, wide).findings if f.severity == "error"}
+    assert {w for w in found if "down_proj" in w or "ffn_down" in w} == found != set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

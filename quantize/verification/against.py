@@ -1,39 +1,36 @@
 """A checkpoint against the original that it was made from, tensor by tensor.
 
-Quantized weights are told by their relative error, the norm of the difference over the original's
-norm. What is usual follows from the scheme and the tensor's role, so an outlier is one whose error
-stands far above the median of its role: beyond FACTOR times it and SPREADS median deviations. Other
-tensors must be equal. A recipe that smooths or folds scales into weights changes them by design:
-then each weight is compared up to one factor a row and one a column, other tensors are not, and
-nothing is of a rotated model.
+Quantized weights are told by their relative error and by single weights that the scheme does not
+explain (deviations.py). What error is usual follows from the scheme and the tensor's role, so an
+outlier is one whose error stands far above the median of its role: beyond FACTOR times it and
+SPREADS median deviations. Other tensors must be equal. What a recipe changed before it quantized is
+made again or fitted (original.py).
 """
 
 from __future__ import annotations
 
-import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...calib.safe_files import read_json_object
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
-from ..checkpoint.layouts import Layout
-from ..checkpoint.side_files import REPORT
-from ..fp8_source import open_source
-from ..spec import LayerScheme
+from .deviations import Deviation, blockwise, deviation, fitted, relative_error
 from .findings import Finding, finding
+from .opening import Opened
+from .original import Original, open_original
 from .tensors import Model
 
 FACTOR, SPREADS, DEVIATION = 3.0, 8.0, 1.4826  # a median deviation, in a normal spread's terms
 HOPELESS = 0.9  # a weight whose error is nearly all of it
 FEW = 4  # tensors of a role below which the median of all serves
-FITS = 4  # rounds of fitting factors of rows and columns
-SCALING, ROTATING = ("smoothquant", "awq"), "rotate"
+ROUNDED = 0.01  # relative error of what is calculated again: several roundings of a bfloat16
+FP8_BITS, FP8_WIDTH = 5, 128  # of FP8 weights, whose steps are as wide as those of 4-bit codes
+CACHE_LEAVES = ("k_scale", "v_scale", "q_scale")
 
 
 class TensorError(NamedTuple):
@@ -49,88 +46,69 @@ class Comparison(NamedTuple):
     findings: list[Finding]
 
 
-def compare(
-    folder: Path,
-    base: Path,
-    layout: Layout | None,
-    schemes: Mapping[str, LayerScheme],
-    model: Model,
-) -> Comparison:
+def compare(folder: Path, base: Path, opened: Opened, model: Model) -> Comparison:
     """Every tensor of the checkpoint against the original's in the folder `base`.
 
     UserError when that cannot be read.
     """
-    transforms = _transforms(folder)
-    original = _split(open_source(base), model)
-    found: list[Finding] = []
-    if transforms:
-        told = ", ".join(transforms)
-        found.append(finding("transformed", REPORT, "a recipe that changes no weight", told))
-    if ROTATING in transforms:
-        return Comparison((), found)
+    original = open_original(folder, base, model)
+    if original.source is None:
+        return Comparison((), original.findings)
     errors: list[TensorError] = []
-    done: set[str] = set()
-    for module, scheme in schemes.items():
-        assert layout is not None
-        done.update(f"{module}.{leaf}" for leaf in layout.leaves)
+    found = list(original.findings)
+    for module in sorted(opened.linears):
         name = f"{module}.weight"
-        if name not in original:
+        if name not in original.source:
             found.append(finding("not in the original", name, "a weight", "no such tensor"))
             continue
-        try:
-            q = layout.decompress(module, model.source, model.source.get, scheme.weights)
-        except UserError:
-            continue  # said where its contents are examined
-        values = q.dequantize()
-        weight = original.get(name).float()
-        if values.shape != weight.shape:
-            found.append(finding("shape", name, tuple(weight.shape), tuple(values.shape)))
-            continue
-        kind = f"{scheme.weights.type}{scheme.weights.num_bits}"
-        role = f"{module.rpartition('.')[2]} {kind}"
-        errors.append(TensorError(name, role, _error(values, weight, bool(transforms))))
-        original.close()
-    found += _outliers(errors)
-    if not transforms:
-        found += _plain(done, original, model.source)
+        told = _compare_linear(module, opened, model, original)
+        if isinstance(told, Finding):
+            found.append(told)
+        elif told is not None:
+            role = f"{module.rpartition('.')[2]} {_kind(module, opened)}"
+            errors.append(TensorError(name, role, told.relative_error))
+            found += strays(name, told)
+        original.source.close()
+    found += outliers(errors)
+    found += _plain(_leaves(opened), original, model.source)
     return Comparison(tuple(errors), found)
 
 
-def _split(original: TensorSource, model: Model) -> TensorSource:
-    """The original's tensors, experts apart where the model's are."""
-    if model.module is None:
-        return original
-    from ...calib.expert_shards import by_expert
-
-    return by_expert(model.module, original)
-
-
-def _transforms(folder: Path) -> list[str]:
-    """Methods of the recipe that change weights before they are quantized, as lowbit's report of
-    the run names them."""
-    if not os.path.lexists(folder / REPORT):
-        return []
+def _compare_linear(
+    module: str, opened: Opened, model: Model, original: Original
+) -> Deviation | Finding | None:
+    """None where the linear cannot be read, as is said where its contents are examined."""
+    assert original.source is not None
+    name = f"{module}.weight"
+    weight = original.source.get(name).float()
+    q = None
     try:
-        recipe = read_json_object(folder / REPORT).get("recipe")
+        if opened.layout is None:
+            values = model.source.get(name).float()
+        else:
+            spec = opened.schemes[module].weights
+            q = opened.layout.decompress(module, model.source, model.source.get, spec)
+            values = q.dequantize()
     except UserError:
-        return []
-    passes = recipe.get("passes") if isinstance(recipe, dict) else None
-    methods = [p.get("method") for p in passes or () if isinstance(p, dict)]
-    return [m for m in methods if m in (*SCALING, ROTATING)]
+        return None
+    if values.shape != weight.shape:
+        return finding("shape", name, tuple(weight.shape), tuple(values.shape))
+    if original.scaled:
+        weight = fitted(weight, values)
+    if q is None:
+        return blockwise(values, weight, FP8_BITS, FP8_WIDTH)
+    return deviation(q, values, weight)
 
 
-def _error(values: Tensor, weight: Tensor, scaled: bool) -> float:
-    """The relative error; scaled: after the original's rows and columns have been scaled to fit."""
-    if scaled:
-        for _ in range(FITS):
-            for axis in (0, 1):
-                energy = weight.square().sum(axis, keepdim=True).clamp_min(1e-30)
-                weight = weight * ((values * weight).sum(axis, keepdim=True) / energy)
-    size = weight.norm().item()
-    return (values - weight).norm().item() / size if size else float(bool(values.any()))
+def strays(name: str, told: Deviation) -> Iterator[Finding]:
+    """Weights that the scheme does not explain."""
+    if not told.explained:
+        found = f"{told.strays:,} of {told.weights:,} weights further off, as at {told.first}"
+        yield finding("unexplained error", name, "errors that rounding and GPTQ leave", found)
 
 
-def _outliers(errors: list[TensorError]) -> Iterator[Finding]:
+def outliers(errors: list[TensorError]) -> Iterator[Finding]:
+    """Tensors that are further from the original than others of their role."""
     by_role: dict[str, list[float]] = {}
     for e in errors:
         by_role.setdefault(e.role, []).append(e.relative_error)
@@ -145,24 +123,47 @@ def _outliers(errors: list[TensorError]) -> Iterator[Finding]:
             yield finding("outlier", name, expected, f"{error:.3g}")
 
 
-def _plain(done: set[str], original: TensorSource, source: TensorSource) -> Iterator[Finding]:
+def _kind(module: str, opened: Opened) -> str:
+    if opened.layout is None:
+        return opened.name or ""
+    weights = opened.schemes[module].weights
+    return f"{weights.type}{weights.num_bits}"
+
+
+def _leaves(opened: Opened) -> set[str]:
+    """Names of the tensors that stand for quantized linears."""
+    leaves = ("weight",) if opened.layout is None else opened.layout.leaves
+    return {f"{module}.{leaf}" for module in opened.linears for leaf in leaves}
+
+
+def _plain(done: set[str], original: Original, source: TensorSource) -> Iterator[Finding]:
+    """Tensors that are stored as floats."""
+    theirs = original.source
+    assert theirs is not None
     for name in source.names():
         if name in done:
             continue
-        if name not in original:
-            if name.rpartition(".")[2] not in ("k_scale", "v_scale", "q_scale"):
+        if name not in theirs:
+            if name.rpartition(".")[2] not in CACHE_LEAVES:
                 yield finding("not in the original", name, "a tensor", "no such tensor")
             continue
-        ours, theirs = source.get(name), original.get(name)
-        if ours.shape != theirs.shape or not torch.equal(ours, theirs.to(ours.dtype)):
-            yield finding(
-                "changed tensor", name, "the original's values", _difference(ours, theirs)
-            )
-        original.close()
+        why = _difference(source.get(name), theirs.get(name), original)
+        if why is not None:
+            yield finding("changed tensor", name, "the original's values", why)
+        theirs.close()
 
 
-def _difference(ours: Tensor, theirs: Tensor) -> str:
+def _difference(ours: Tensor, theirs: Tensor, original: Original) -> str | None:
+    """How two tensors differ that ought not to; None where they do not."""
     if ours.shape != theirs.shape:
         return f"shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-    largest = (ours.double() - theirs.double()).abs().max().item()
-    return f"differences of up to {largest:.3g}"
+    if torch.equal(ours, theirs.to(ours.dtype)):
+        return None
+    ours, theirs = ours.float(), theirs.float()
+    if original.scaled:
+        if ours.dim() != 2:
+            return None  # a norm or a bias, rescaled by factors that nobody wrote down
+        theirs = fitted(theirs, ours)
+    if (original.scaled or original.rotated) and relative_error(ours, theirs) <= ROUNDED:
+        return None
+    return f"differences of up to {float((ours - theirs).abs().max()):.3g}"

@@ -11,8 +11,9 @@ from ...kernels.errors import UserError
 from .against import TensorError, compare
 from .claims import examine_claims
 from .config import examine_formats, examine_keys, read_config_object
-from .findings import Finding
+from .findings import Finding, finding
 from .gguf import examine_gguf
+from .gguf_against import compare_gguf
 from .opening import Opened, examine_fp8, open_quantized
 from .peers import examine_cache, examine_order, examine_peers, examine_ties
 from .readers import examine_readers
@@ -61,17 +62,27 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
     takes is about that of the largest tensor.
     """
     path = Path(path)
-    if path.is_file():
-        if against is not None:
-            raise UserError("a GGUF file is compared with nothing; verify it without --against")
-        found, tensors = examine_gguf(path)
-        return VerifyReport(path, "gguf", tensors, 0, _sorted(found))
-    if not path.is_dir():
+    if not path.exists():
         raise UserError(f"no such checkpoint: {path}; give a model folder or a GGUF file")
     base = None if against is None else Path(against)
     if base is not None and not base.is_dir():
         raise UserError(f"no such folder of an original model: {base}")
+    if path.is_file():
+        return _verify_gguf(path, base)
     return _verify_folder(path, base)
+
+
+def _verify_gguf(path: Path, base: Path | None) -> VerifyReport:
+    found, tensors = examine_gguf(path)
+    errors: tuple[TensorError, ...] = ()
+    if base is not None and any(f.severity == "error" for f in found):
+        told = "the file's own faults come first"
+        found.append(finding("not compared", path.name, "a whole file", told))
+    elif base is not None:
+        compared = compare_gguf(path, base)
+        errors = compared.errors
+        found += compared.findings
+    return VerifyReport(path, "gguf", tensors, 0, _sorted(found), errors)
 
 
 def _verify_folder(folder: Path, base: Path | None) -> VerifyReport:
@@ -98,7 +109,7 @@ def _verify_folder(folder: Path, base: Path | None) -> VerifyReport:
     found += [*examine_cache(config, stored, gathered), *gathered.findings()]
     errors: tuple[TensorError, ...] = ()
     if base is not None:
-        compared = compare(folder, base, opened.layout, opened.schemes, model)
+        compared = compare(folder, base, opened, model)
         errors = compared.errors
         found += compared.findings
     total, quantized = len(stored.info), len(opened.linears)

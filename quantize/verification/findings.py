@@ -141,7 +141,9 @@ GGUF: dict[str, FaultClass] = {
 AGAINST: dict[str, FaultClass] = {
     "changed tensor": _error("a tensor that is not quantized differs from the original's"),
     "outlier": _error("the tensor is much further from the original than others of its role"),
+    "unexplained error": _error("single weights are damaged, or are those of another tensor"),
     "transformed": _warning("its recipe rescales weights: what differs by design is not compared"),
+    "not compared": _warning("whether these tensors are the original's has not been looked at"),
     "not in the original": _warning("nothing in the original to compare it with"),
 }
 FAULTS: dict[str, FaultClass] = {
