@@ -12,10 +12,11 @@ from .wna16_forms import parts_of_k
 BLOCK_N = 64  # the narrowest block: what locks are counted for
 
 
-def a8_config(rows: int, out_features: int, tiles: int, arch: int | str) -> A8Config:
-    """The shipped configuration for `rows` tokens on `arch` (`launch_arch`)."""
-    narrow = isinstance(arch, str) or 80 < arch < 90  # shared memory for two stages of wide tiles
-    if rows <= 64:
+def a8_config(rows: int, out_features: int, tiles: int, floats: bool, arch: int | str) -> A8Config:
+    """The shipped configuration for `rows` tokens on `arch` (`launch_arch`); floats: FP8."""
+    hip = isinstance(arch, str)
+    narrow = hip or 80 < arch < 90  # shared memory for two stages of wide tiles
+    if rows <= 64 or (hip and floats):  # gfx942 unpacks E4M3 to float16, in many registers
         small = rows <= 16
         split = parts_of_k(out_features, tiles, programs=2 if small else 1)
         return A8Config(16 if small else 64, BLOCK_N, split, 4, 2 if narrow else 5 if small else 4)
@@ -24,6 +25,6 @@ def a8_config(rows: int, out_features: int, tiles: int, arch: int | str) -> A8Co
     return A8Config(128, 128, 1, 8, 2 if narrow else 4)
 
 
-def pinned_config(out_features: int, tiles: int, arch: int | str) -> A8Config:
+def pinned_config(out_features: int, tiles: int, floats: bool, arch: int | str) -> A8Config:
     """The one configuration for every number of tokens, where no batch may change a bit."""
-    return a8_config(64, out_features, tiles, arch)
+    return a8_config(64, out_features, tiles, floats, arch)

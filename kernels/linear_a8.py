@@ -84,7 +84,8 @@ def _run(
     assert problem.activation is not None
     rows = x.reshape(-1, problem.in_features)
     codes, scales = act_quant(rows, problem.activation, static)
-    shape = problem.out_features, -(-problem.in_features // TILE), launch_arch(x.device)
+    floats, tiles = problem.kind == "float", -(-problem.in_features // TILE)
+    shape = problem.out_features, tiles, floats, launch_arch(x.device)
     pinned = problem.batch_invariant
     config = pinned_config(*shape) if pinned else a8_config(len(rows), *shape)
     y = a8_gemm(codes, scales, weight, bias, _group_size(problem), x.dtype, config)

@@ -54,7 +54,7 @@ def pack_fp4(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, 
 def run_fp4(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
-    from .triton_ops.fp4_gemm import FP4Config, fp4_gemm
+    from .triton_ops.fp4_gemm import fp4_config, fp4_gemm
 
     w, w_scale, weight_scale, input_scale = tensors
     fmt = problem.activation
@@ -67,8 +67,7 @@ def run_fp4(
         stored = (scales * input_scale).to(torch.float8_e4m3fn)
     packed = pack_e2m1(codes.to(torch.float8_e4m3fn))
     factor = 1 / (weight_scale * input_scale)
-    block = 16 if len(rows) <= 16 else 64 if len(rows) <= 64 else 128
-    config = FP4Config(block, 128, 4, 4)
+    config = fp4_config(len(rows))
     y = fp4_gemm(packed, stored, w, w_scale, factor, bias, x.dtype, config)
     return y.view(*x.shape[:-1], problem.out_features)
 

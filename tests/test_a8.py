@@ -170,7 +170,7 @@ def test_a_token_has_the_same_bits_in_every_batch(kernel_device, name):
     weight, size = pack_a8(operands(p, kernel_device), p), p.group_size % 512
     assert p.activation is not None
     codes, scales = act_quant(numbers(19, 512, device=kernel_device), p.activation)
-    configs = {a8_config(r, 72, 4, 90) for r in (1, 16)} | {pinned_config(72, 4, 90)}
+    configs = {a8_config(r, 72, 4, False, 90) for r in (1, 16)} | {pinned_config(72, 4, False, 90)}
     assert len(configs) == 2
     for config in configs:
         whole = a8_gemm(codes, scales, weight, None, size, p.dtype, config)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from .case import Case, Size
 
-FAMILIES: tuple[str, ...] = ("wna16", "a8", "act_quant")
+FAMILIES: tuple[str, ...] = ("wna16", "a8", "act_quant", "fp4")
 """Modules of this folder, in the order of the audit's table."""
 
 

@@ -54,7 +54,8 @@ def _case(s: _Shape, rows: int, ci: bool) -> Case:
     def run(o: Operands) -> torch.Tensor:
         x, x_scale, codes, scale, locks, bias = o.values()
         assert x is not None and x_scale is not None and codes is not None
-        config = a8_config(rows, s.out_features, -(-s.in_features // TILE), launch_arch(x.device))
+        tiles, arch = -(-s.in_features // TILE), launch_arch(x.device)
+        config = a8_config(rows, s.out_features, tiles, s.kind == "fp8", arch)
         assert scale is not None and locks is not None
         weight = A8Weight(codes, scale, locks)
         return a8_gemm(x, x_scale, weight, bias, s.group, s.dtype, config)

@@ -39,6 +39,11 @@ class FP4Config(NamedTuple):
     num_stages: int
 
 
+def fp4_config(rows: int) -> FP4Config:
+    """The shipped configuration for `rows` tokens."""
+    return FP4Config(16 if rows <= 16 else 64 if rows <= 64 else 128, 128, 4, 4)
+
+
 @jit
 def _elements(packed, ROWS: tl.constexpr, BYTES: tl.constexpr):
     """E2M1 elements of uint8 [ROWS, BYTES], float32 [ROWS, 2 * BYTES]."""
