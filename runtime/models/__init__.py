@@ -1,0 +1,1 @@
+"""Models as the engine runs them, over blocks of keys and values."""

@@ -1,0 +1,239 @@
+"""One decoder for the Llama-like families, over blocks of keys and values.
+
+All tokens of a step, of whatever requests, are rows of one matrix [tokens, hidden]: only attention
+knows whose they are. The weights are those of Hugging Face's modules, packed or dense, wherever a
+loader has put them; linears that read one input become one product (Projection), residuals are
+added where the next norm reads them, and rotary embedding, head norms and the store of keys and
+values are one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.attention_ops import AttentionOptions, PagedBatch, paged_attention
+from ...kernels.errors import UserError
+from ...kernels.kv_store_ops import HeadNorm, NewTokens, StoreOptions, kv_store
+from ...kernels.norm_ops import Gate, gated_mul, rms_norm
+from ...kernels.paged_kv import BlockPool
+from ...kernels.rotary import Rotary
+from .families import FAMILIES, Family, decline_decoder
+from .projection import Projection
+
+GATES: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class KVPools(NamedTuple):
+    """One layer's keys and values."""
+
+    keys: BlockPool
+    values: BlockPool
+
+
+class Norm(NamedTuple):
+    """weight: [n], as it multiplies."""
+
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.Module, offset: float) -> Norm:
+        eps: Any = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+        weight: Any = module.weight
+        return cls(weight if offset == 0 else weight.float() + offset, float(eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps).out
+
+
+class Decoder:
+    """A loaded transformers model of a family in FAMILIES, as the engine runs it.
+
+    model: transformers' module, whose linears may be packed; its dense linears become views of
+    fused ones. max_len: positions that the rotary tables hold. UserError, with the reason, for what
+    `decline_decoder` declines.
+    """
+
+    def __init__(self, model: Any, max_len: int) -> None:
+        config = model.config
+        if reason := decline_decoder(config):
+            raise UserError(f"the decoder {reason}")
+        family, base = FAMILIES[config.model_type], model.model
+        self._embed = base.embed_tokens
+        self._embed_scale = _embedding_scale(base.embed_tokens, config, family)
+        ropes = _rotary_tables(base.rotary_emb, config, max_len, self._embed.weight.device)
+        self.layers = [
+            DecoderLayer(layer, config, family, ropes[_kind(config, index)])
+            for index, layer in enumerate(base.layers)
+        ]
+        self._norm = Norm.of(base.norm, family.norm_offset)
+        self._head = model.get_output_embeddings()
+        self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        pools: Sequence[KVPools],
+        batch: PagedBatch,
+        new: NewTokens,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [rows, hidden] behind the last norm, of the tokens `rows` (int64; all where
+        None). token_ids: int64 [tokens]. The pools, one a layer, are written to."""
+        stream = self._embed(token_ids)
+        if self._embed_scale is not None:
+            stream = stream * self._embed_scale
+        update: Tensor | None = None
+        for layer, pool in zip(self.layers, pools, strict=True):
+            stream, update = layer(stream, update, pool, batch, new)
+        if rows is not None:
+            stream, update = stream[rows], None if update is None else update[rows]
+        return _norm_of_sum(stream, update, self._norm)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary] of hidden states [rows, hidden]."""
+        logits = self._head(hidden)
+        if self._logits_scale != 1:
+            logits = logits * self._logits_scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+
+class DecoderLayer:
+    """Attention and MLP on the residual stream. kv_heads, head_dim: of what its pools hold."""
+
+    def __init__(self, layer: Any, config: Any, family: Family, rotary: Rotary) -> None:
+        attention = layer.self_attn
+        self.head_dim: int = attention.head_dim
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self._qkv = Projection.in_module(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        self._out = attention.o_proj
+        self._wide_norms, head_norm = _query_key_norms(attention, family, self.head_dim)
+        self._store = StoreOptions(rotary, head_norm, rotate_queries=True)
+        self._attend = AttentionOptions(
+            scale=attention.scaling,
+            sliding_window=getattr(
+                attention, "sliding_window", getattr(config, "sliding_window", None)
+            ),
+            softcap=getattr(config, "attn_logit_softcapping", None),
+            rotated_queries=True,
+        )
+        self.sliding_window = self._attend.sliding_window
+        self._mlp = _mlp(layer.mlp, config)
+        self._norms = [
+            None if name is None else Norm.of(getattr(layer, name), family.norm_offset)
+            for name in family[:4]
+        ]
+        self._multiplier = getattr(config, "residual_multiplier", 1.0)
+
+    def __call__(
+        self,
+        stream: Tensor,
+        update: Tensor | None,
+        pools: KVPools,
+        batch: PagedBatch,
+        new: NewTokens,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream [tokens, hidden] before this layer's last update, and that update. update: the
+        one of the layer before."""
+        attention_norm, attention_out, mlp_norm, mlp_out = self._norms
+        x, stream = _norm_of_sum(stream, update, attention_norm)
+        update = self._scaled(self._attention(x, pools, batch, new), attention_out)
+        x, stream = _norm_of_sum(stream, update, mlp_norm)
+        return stream, self._scaled(self._mlp(x), mlp_out)
+
+    def _attention(self, x: Tensor, pools: KVPools, batch: PagedBatch, new: NewTokens) -> Tensor:
+        q, k, v = self._qkv.parts(x, (self.heads, self.kv_heads, self.kv_heads), self.head_dim)
+        if self._wide_norms is not None:
+            q, k = (
+                norm(y.flatten(1)).view_as(y)
+                for norm, y in zip(self._wide_norms, (q, k), strict=True)
+            )
+        q = kv_store(q, k, v, pools.keys, pools.values, new, self._store)
+        attended = paged_attention(q, pools.keys, pools.values, batch, self._attend).out
+        return self._out(attended.flatten(1))
+
+    def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
+        if norm is not None:
+            update = norm(update)
+        return update if self._multiplier == 1 else update * self._multiplier
+
+
+def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """The norm (None: none) of stream + update, and that sum."""
+    if norm is None:
+        stream = stream if update is None else stream + update
+        return stream, stream
+    if update is None:
+        return norm(stream), stream
+    return rms_norm(update, norm.weight, norm.eps, stream)
+
+
+class _Gated:
+    """act(gate(x)) * up(x), projected down."""
+
+    def __init__(self, module: Any, gate: Gate) -> None:
+        self._gate_up = Projection.in_module(module, "gate_up_proj", ("gate_proj", "up_proj"))
+        self._down, self._gate = module.down_proj, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(gated_mul(self._gate_up(x), self._gate))
+
+
+def _mlp(module: Any, config: Any) -> Any:
+    """A dense MLP as two products; a mixture of experts by its own module."""
+    if hasattr(module, "experts"):
+        return lambda x: module(x.unsqueeze(0)).squeeze(0)
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in GATES:
+        raise UserError(f"the decoder has no activation '{name}' (known: {', '.join(GATES)})")
+    return _Gated(module, GATES[name])
+
+
+def _query_key_norms(
+    attention: Any, family: Family, head_dim: int
+) -> tuple[tuple[Norm, Norm] | None, HeadNorm | None]:
+    """Norms of queries and keys over all heads (OLMo 2), or over each (Qwen 3, Gemma 3)."""
+    if not hasattr(attention, "q_norm"):
+        return None, None
+    q, k = (Norm.of(n, family.norm_offset) for n in (attention.q_norm, attention.k_norm))
+    if len(q.weight) == head_dim:
+        return None, HeadNorm(q.weight, k.weight, q.eps)
+    return (q, k), None
+
+
+def _embedding_scale(module: Any, config: Any, family: Family) -> float | None:
+    """What embeddings are multiplied with after their module, in its dtype."""
+    if family.scaled_embedding:
+        if hasattr(module, "embed_scale"):
+            return None  # the module does it
+        return float(torch.tensor(config.hidden_size**0.5, dtype=module.weight.dtype))
+    multiplier = getattr(config, "embedding_multiplier", 1.0)
+    return None if multiplier == 1 else multiplier
+
+
+def _kind(config: Any, index: int) -> str | None:
+    """What tells the rotary embeddings of layers apart; None where there is one for all."""
+    by_kind = any(isinstance(p, dict) for p in (config.rope_parameters or {}).values())
+    return config.layer_types[index] if by_kind else None
+
+
+def _rotary_tables(
+    module: Any, config: Any, max_len: int, device: torch.device
+) -> dict[str | None, Rotary]:
+    """For each kind of layer the cosines and sines of its own rotary module, in float32."""
+    positions = torch.arange(max_len, device=device)[None]
+    like = torch.empty(1, dtype=torch.float32, device=device)
+    tables: dict[str | None, Rotary] = {}
+    for kind in {_kind(config, index) for index in range(config.num_hidden_layers)}:
+        cos, sin = module(like, positions, *([] if kind is None else [kind]))
+        half = cos.shape[-1] // 2
+        tables[kind] = Rotary(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+    return tables
