@@ -181,7 +181,8 @@ class _Gated:
 
     def __init__(self, module: Any, gate: Gate) -> None:
         self._gate_up = Projection.in_module(module, "gate_up_proj", ("gate_proj", "up_proj"))
-        self._down, self._gate = module.down_proj, gate
+        self._down = module.down_proj
+        self._gate: Gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(gated_mul(self._gate_up(x), self._gate))
