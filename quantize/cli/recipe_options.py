@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,157 +20,145 @@ from ..recipe_passes import QUANTIZERS, TRANSFORMS
 
 PASS, CALIBRATION, EXECUTION = WeightPass(), Calibration(), Execution()
 GPTQ = PASS.gptq
+PARTS = ("weight_pass", "gptq", "calibration", "execution")
 
 
-def _option(default: Any, help_text: str, *names: str, panel: str | None = None) -> Any:
-    """An option that is None unless it is given; the help shows the recipe's default."""
-    shown = "auto" if default is None else default
-    text = f"{help_text} \\[default: {shown}]"
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+class Option(NamedTuple):
+    """An option of a recipe: None unless it is given; the help shows the recipe's default.
+
+    kind: of its value. part: of `build_recipe`'s parameters, the group that takes it under `key`
+    (its name where that is ""), or "" where it is a parameter itself. flags: where they are not
+    made of the name. panel: of the help page.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    part: str = ""
+    key: str = ""
+    flags: tuple[str, ...] = ()
+    panel: str | None = None
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The option as typer takes it from a command's signature."""
+        shown = "auto" if self.default is None else self.default
+        text = self.help if self.default is NOTHING else f"{self.help} \\[default: {shown}]"
+        made = typer.Option(*self.flags, help=text, rich_help_panel=self.panel, show_default=False)
+        annotation = Annotated[self.kind | None, made]
+        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Parameter(self.name, place, default=None, annotation=annotation)
+
+
+def _gptq(name: str, kind: Any, default: Any, help_text: str, *flags: str) -> Option:
+    return Option(name, kind, default, help_text, "gptq", flags=flags, panel="GPTQ")
+
+
+NOTHING = object()  # a default that the help does not show
+OPTIONS = (
+    Option("scheme", str, PASS.scheme, "What is stored: W4A16, W3A16, ...", "weight_pass"),
+    Option(
+        "method", str, PASS.method,
+        "A quantizer (gptq, rtn, hqq, signround), transforms before it joined by + (awq, "
+        "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn. none: the weights stay "
+        "(with --kv).",
+        "weight_pass",
+    ),
+    Option(
+        "preset", str, "balanced", "fast, balanced or best: the methods that suit the scheme."
+    ),
+    Option(
+        "group_size", int, None, "Input columns that share a scale; -1: one a channel.",
+        "weight_pass",
+    ),
+    Option(
+        "targets", list[str], "Linear", "Names, re: patterns or class names (repeat).",
+        "weight_pass",
+    ),
+    Option("ignore", list[str], "none", "The same, to leave alone.", "weight_pass"),
+    Option(
+        "calib", str, CALIBRATION.source,
+        "wikitext, pydoc, auto, FILE.txt, FILE.jsonl or a Hub id.", "calibration", "source",
+    ),
+    Option("samples", int, CALIBRATION.samples, "Calibration rows.", "calibration"),
+    Option("seq_len", int, CALIBRATION.seq_len, "Tokens of a row.", "calibration"),
+    Option("seed", int, CALIBRATION.seed, "Of the draw of --shuffle.", "calibration"),
+    Option(
+        "shuffle", bool, "the first ones", "Draw the rows at random.", "calibration",
+        flags=("--shuffle/--no-shuffle",),
+    ),
+    Option(
+        "all_experts", bool, "those routed to it", "Calibrate each expert on all tokens.",
+        "calibration", flags=("--all-experts/--no-all-experts",),
+    ),
+    Option(
+        "budget", float, "none",
+        "Mean bits per weight, scales counted: each linear's bits and group size are chosen "
+        "by measured sensitivity.",
+    ),
+    Option(
+        "layout", str, NATIVE, f"The checkpoint's layout: {', '.join(FORMATS)}.",
+        flags=("--format",),
+    ),
+    Option("kv", str, "none", "How the KV cache is to be stored: int8, fp8, int4, k4v2, ..."),
+    Option(
+        "settings", list[str], "none",
+        "A setting of a method: gptq.block_size=32, budget.samples=8 (repeat).",
+        flags=("--set",),
+    ),
+    Option(
+        "dtype", str, EXECUTION.dtype, "Of forward passes: auto, float32, bfloat16, float16.",
+        "execution",
+    ),
+    Option(
+        "order", str, EXECUTION.order, "sequential, or parallel (slower, less memory).",
+        "execution",
+    ),
+    Option("batch_size", int, EXECUTION.batch_size, "Rows of one forward pass.", "execution"),
+    _gptq("dampening_frac", float, GPTQ.dampening_frac, "Share of H's mean diagonal added."),
+    _gptq("block_size", int, GPTQ.block_size, "Columns between lazy updates."),
+    _gptq("act_order", str, GPTQ.act_order, "static, none or desc_act (GPTQ formats alone)."),
+    _gptq("static_groups", bool, "on", "Scales fixed before.",
+          "--static-groups/--no-static-groups"),
+    _gptq("scale_search", str, GPTQ.scale_search, "hessian or minmax."),
+    _gptq("input_correction", float, GPTQ.input_correction,
+          "Share of the inputs' error made up for."),
+    _gptq("refine_rounds", int, GPTQ.refine_rounds, "Later looks at scales and codes."),
+    Option(
+        "recipe", Path, NOTHING, "A recipe in YAML; options given beside it override it.", "",
+        "base",
+    ),
+)  # fmt: skip
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
     """`command` with the options of a recipe in place of its parameter `chosen`, which is given the
     Recipe that they make."""
     own = inspect.signature(command, eval_str=True).parameters
-    options = inspect.signature(recipe_from_options, eval_str=True).parameters
     listed = list(own.values())
     place = list(own).index("chosen")
-    listed[place : place + 1] = options.values()
+    listed[place : place + 1] = [option.parameter for option in OPTIONS]
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
-        chosen = recipe_from_options(**{name: values.pop(name) for name in options})
+        chosen = recipe_from_options({o.name: values.pop(o.name) for o in OPTIONS})
         command(**values, chosen=chosen)
 
     with_options.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
     return with_options
 
 
-def recipe_from_options(
-    scheme: Annotated[str | None, _option(PASS.scheme, "What is stored: W4A16, W3A16, ...")] = None,
-    method: Annotated[
-        str | None,
-        _option(
-            PASS.method,
-            "A quantizer (gptq, rtn, hqq, signround), transforms before it joined by + (awq, "
-            "smoothquant, rotate): awq+gptq, rotate+gptq, smoothquant+rtn. none: the weights stay "
-            "(with --kv).",
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        _option("balanced", "fast, balanced or best: the methods that suit the scheme."),
-    ] = None,
-    group_size: Annotated[
-        int | None, _option(None, "Input columns that share a scale; -1: one a channel.")
-    ] = None,
-    targets: Annotated[
-        list[str] | None, _option("Linear", "Names, re: patterns or class names (repeat).")
-    ] = None,
-    ignore: Annotated[list[str] | None, _option("none", "The same, to leave alone.")] = None,
-    calib: Annotated[
-        str | None,
-        _option(CALIBRATION.source, "wikitext, pydoc, auto, FILE.txt, FILE.jsonl or a Hub id."),
-    ] = None,
-    samples: Annotated[int | None, _option(CALIBRATION.samples, "Calibration rows.")] = None,
-    seq_len: Annotated[int | None, _option(CALIBRATION.seq_len, "Tokens of a row.")] = None,
-    seed: Annotated[int | None, _option(CALIBRATION.seed, "Of the draw of --shuffle.")] = None,
-    shuffle: Annotated[
-        bool | None,
-        _option("the first ones", "Draw the rows at random.", "--shuffle/--no-shuffle"),
-    ] = None,
-    all_experts: Annotated[
-        bool | None,
-        _option(
-            "those routed to it",
-            "Calibrate each expert on all tokens.",
-            "--all-experts/--no-all-experts",
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        _option(
-            "none",
-            "Mean bits per weight, scales counted: each linear's bits and group size are chosen "
-            "by measured sensitivity.",
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        _option(NATIVE, f"The checkpoint's layout: {', '.join(FORMATS)}.", "--format"),
-    ] = None,
-    kv: Annotated[
-        str | None, _option("none", "How the KV cache is to be stored: int8, fp8, int4, k4v2, ...")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        _option(
-            "none", "A setting of a method: gptq.block_size=32, budget.samples=8 (repeat).", "--set"
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, _option(EXECUTION.dtype, "Of forward passes: auto, float32, bfloat16, float16.")
-    ] = None,
-    order: Annotated[
-        str | None, _option(EXECUTION.order, "sequential, or parallel (slower, less memory).")
-    ] = None,
-    batch_size: Annotated[
-        int | None, _option(EXECUTION.batch_size, "Rows of one forward pass.")
-    ] = None,
-    dampening_frac: Annotated[
-        float | None,
-        _option(GPTQ.dampening_frac, "Share of H's mean diagonal added.", panel="GPTQ"),
-    ] = None,
-    block_size: Annotated[
-        int | None, _option(GPTQ.block_size, "Columns between lazy updates.", panel="GPTQ")
-    ] = None,
-    act_order: Annotated[
-        str | None,
-        _option(GPTQ.act_order, "static, none or desc_act (GPTQ formats alone).", panel="GPTQ"),
-    ] = None,
-    static_groups: Annotated[
-        bool | None,
-        _option("on", "Scales fixed before.", "--static-groups/--no-static-groups", panel="GPTQ"),
-    ] = None,
-    scale_search: Annotated[
-        str | None, _option(GPTQ.scale_search, "hessian or minmax.", panel="GPTQ")
-    ] = None,
-    input_correction: Annotated[
-        float | None,
-        _option(GPTQ.input_correction, "Share of the inputs' error made up for.", panel="GPTQ"),
-    ] = None,
-    refine_rounds: Annotated[
-        int | None,
-        _option(GPTQ.refine_rounds, "Later looks at scales and codes.", panel="GPTQ"),
-    ] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="A recipe in YAML; options given beside it override it.")
-    ] = None,
-) -> Recipe:
-    """The recipe that the options given make of the recipe file or the defaults."""
-    return build_recipe(
-        recipe,
-        weight_pass={
-            "scheme": scheme, "method": method, "group_size": group_size,
-            "targets": targets or None, "ignore": ignore or None,
-        },
-        preset=preset,
-        kv=kv,
-        budget=budget,
-        layout=layout,
-        settings=settings or [],
-        gptq={
-            "dampening_frac": dampening_frac, "block_size": block_size, "act_order": act_order,
-            "static_groups": static_groups, "scale_search": scale_search,
-            "input_correction": input_correction, "refine_rounds": refine_rounds,
-        },
-        calibration={
-            "source": calib, "samples": samples, "seq_len": seq_len, "seed": seed,
-            "shuffle": shuffle, "all_experts": all_experts,
-        },
-        execution={"order": order, "batch_size": batch_size, "dtype": dtype},
-    )  # fmt: skip
+def recipe_from_options(values: Mapping[str, Any]) -> Recipe:
+    """The recipe that the options given (None: not given) make of the recipe file or the
+    defaults."""
+    parts: dict[str, Any] = {part: {} for part in PARTS}
+    for option in OPTIONS:
+        taken_by = parts[option.part] if option.part else parts
+        value = values[option.name]
+        taken_by[option.key or option.name] = None if value == [] else value
+    parts["settings"] = parts["settings"] or ()
+    return build_recipe(**parts)
 
 
 def build_recipe(
@@ -199,10 +187,7 @@ def build_recipe(
         methods = preset_methods(preset or "balanced", given.get("scheme", PASS.scheme))
         if preset is None and gptq_is_named and "gptq" not in methods.chain:
             methods = Methods("gptq")  # whose setting is given
-        data["passes"] = chained(data["passes"], methods.chain)
-        for name, values in methods.settings.items():
-            for key, value in values.items():
-                _put_setting(data["passes"], name, key, value)
+        _put_methods(data, methods)
     if given.get("method") == "none" and kv is None and base is None:
         raise UserError("--method none leaves the weights alone; name a cache format with --kv")
     if "method" in given:
@@ -221,15 +206,7 @@ def build_recipe(
         data["passes"] = [p for p in data["passes"] if p["method"] != "kv_cache"]
         data["passes"].append({"method": "kv_cache", "kv_cache": {"format": kv}})
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        method, dot, name = key.partition(".")
-        if not (equals and dot and method and name):
-            raise UserError(f"--set takes METHOD.NAME=VALUE, got '{setting}'")
-        value = read_yaml(text, f"--set {key}: '{text}'")
-        if method == "budget":
-            data["budget"] = {**(data.get("budget") or {}), name: value}
-        else:
-            _put_setting(data["passes"], method, name, value)
+        _put_named(data, setting)
     if data.get("budget") and "bits" not in data["budget"]:
         raise UserError("--set budget.* says how bits are given out; say how many with --budget")
     if layout is not None:
@@ -237,6 +214,27 @@ def build_recipe(
     data["calibration"] |= _given(calibration)
     data["execution"] |= _given(execution)
     return Recipe.from_dict(data)
+
+
+def _put_methods(data: dict[str, Any], methods: Methods) -> None:
+    """The passes of a preset, with its settings."""
+    data["passes"] = chained(data["passes"], methods.chain)
+    for name, values in methods.settings.items():
+        for key, value in values.items():
+            _put_setting(data["passes"], name, key, value)
+
+
+def _put_named(data: dict[str, Any], setting: str) -> None:
+    """A setting as --set names it, METHOD.NAME=VALUE."""
+    key, equals, text = setting.partition("=")
+    method, dot, name = key.partition(".")
+    if not (equals and dot and method and name):
+        raise UserError(f"--set takes METHOD.NAME=VALUE, got '{setting}'")
+    value = read_yaml(text, f"--set {key}: '{text}'")
+    if method == "budget":
+        data["budget"] = {**(data.get("budget") or {}), name: value}
+    else:
+        _put_setting(data["passes"], method, name, value)
 
 
 def chained(passes: list[dict[str, Any]], chain: str) -> list[dict[str, Any]]:
