@@ -225,10 +225,10 @@ def test_outputs_are_nearer_than_rounding_s_with_an_importance_matrix(
 
 
 def test_a_trained_model_diverges_less_on_other_text(tmp_path: Path) -> None:
-    """Than after rounding with an importance matrix of the same text: by 0.52 of that, measured on
-    48 windows, and 0.69 if nothing were made up for of how inputs have moved."""
+    """Than after rounding with an importance matrix of the same text. (With 8 rows the share is
+    0.52 on one machine and 0.64 on another, whose products round otherwise.)"""
     source, texts = shared_data() / "stories260k-ffn192", shared_data() / "text"
-    rows = Settings(str(texts / "tinystories_train_sample.txt"), samples=8, seq_len=256)
+    rows = Settings(str(texts / "tinystories_train_sample.txt"), samples=24, seq_len=256)
     options: dict[str, Any] = {"tensor_types": ("token_embd=F16",), "pure": True, "progress": False}
     imatrix = imatrix_of_model(source, rows, progress=False)
     export_gguf(source, tmp_path / "rounded.gguf", "Q4_0", imatrix=imatrix, **options)
@@ -273,7 +273,7 @@ def test_experts(settings: Settings, tmp_path: Path) -> None:
     folder = mixtral(tmp_path / "moe", experts=4, layers=2)
     found = made(folder, tmp_path / "m.gguf", "Q4_K_M", settings)
     assert found.report.warnings == []
-    assert len(found.report.solved) == 2 * 7
+    assert len(found.report.solved) == 1 + 2 * 7
     tensors = decoded(found.path)
     for expert in range(4):
         value = next(v for n, v in found.values.items() if f"1.mlp.experts.{expert}.w2" in n)
@@ -296,7 +296,7 @@ def test_what_gptq_cannot_do_is_said(model: Path, settings: Settings, tmp_path: 
         "2 matrices have types that GPTQ does not know and were rounded, first "
         "blk.0.ffn_down.weight"
     ]
-    assert len(report.solved) == 12
+    assert len(report.solved) == 1 + 12
 
 
 def run(*arguments: str | Path) -> Any:

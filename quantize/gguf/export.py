@@ -30,7 +30,7 @@ from .names import targets
 from .repack import can_repack
 from .type_plan import TypeWish, plan_types, wish, without_importance
 from .type_total import TypeTotal
-from .writer import Planned, cut, part_paths, writing
+from .writer import PartedWriter, Planned, cut, part_paths, writing
 
 IGNORED = (  # buffers, and scales of activations and caches: llama.cpp has its own for these
     ".inv_freq", ".input_scale", ".input_global_scale", ".input_zero_point", ".q_scale",
@@ -99,7 +99,6 @@ def export_gguf(
     without `overwrite`.
     """
     wanted = wish(file_type, pure, tensor_types, imatrix)
-    file_type = wanted.file_type
     checkpoint = Checkpoint(Path(model))
     h = read_hyperparameters(checkpoint)
     tokenizer = read_vocab(checkpoint.folder, checkpoint.config, pre)
@@ -110,48 +109,69 @@ def export_gguf(
     keys = {
         **general_keys(checkpoint.folder, planned),
         **hparams.to_keys(h),
-        "general.file_type": FILE_TYPES[file_type],
+        "general.file_type": FILE_TYPES[wanted.file_type],
         "general.quantization_version": 2,
         **({} if imatrix is None else imatrix_keys(imatrix)),
         **vocab.to_keys(tokenizer),
     }
-    repacked, rounded_again = [], []
-    total = sum(p.nbytes for p in planned)
     name = h.architecture.name
     with writing(Path(out), name, keys, planned, overwrite, split_max_size) as writer:
         for x in extra.values():
             writer.write(x.numpy())
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc=file_type, disable=not progress
-        ) as bar:
-
-            def write(entry: Entry, blocks: Tensor, exact: bool | None) -> None:
-                checkpoint.shards.close()
-                writer.write(blocks.numpy())
-                if exact is not None:
-                    (repacked if exact else rounded_again).extend(entry.modules)
-                bar.update(entry.planned.nbytes)
-
-            encoded = (encoder or one_by_one(checkpoint))(entries, write)
+        made = encoder or one_by_one(checkpoint)
+        written = _write_entries(entries, checkpoint, writer, made, wanted.file_type, progress)
     files = part_paths(Path(out), len(cut(planned, split_max_size)))
     weights = sum(e.planned.weights for e in entries)
     return ExportReport(
         path=files[0],
         parts=len(files),
-        file_type=file_type,
+        file_type=wanted.file_type,
         pre=tokenizer.pre,
         nbytes=sum(f.stat().st_size for f in files),
         weights=weights,
-        bits_per_weight=8 * total / weights,
+        bits_per_weight=8 * sum(p.nbytes for p in planned) / weights,
         totals=_totals(planned),
-        repacked=repacked,
-        rounded_again=rounded_again,
+        repacked=written.repacked,
+        rounded_again=written.rounded_again,
         fallbacks=_fallbacks(entries),
         warnings=[
-            *checkpoint.warnings, *h.warnings, *lacking(entries, imatrix), *encoded.warnings
+            *checkpoint.warnings, *h.warnings, *lacking(entries, imatrix),
+            *written.encoded.warnings,
         ],
-        solved=encoded.solved,
+        solved=written.encoded.solved,
     )  # fmt: skip
+
+
+class _Written(NamedTuple):
+    """What an encoder said, and the quantized layers that it carried over or rounded again."""
+
+    encoded: Encoded
+    repacked: list[str]
+    rounded_again: list[str]
+
+
+def _write_entries(
+    entries: Sequence[Entry],
+    checkpoint: Checkpoint,
+    writer: PartedWriter,
+    encoder: Encoder,
+    label: str,
+    progress: bool,
+) -> _Written:
+    """Write what `encoder` makes of the entries, one after the other."""
+    repacked: list[str] = []
+    rounded_again: list[str] = []
+    total = sum(e.planned.nbytes for e in entries)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=label, disable=not progress) as bar:
+
+        def write(entry: Entry, blocks: Tensor, exact: bool | None) -> None:
+            checkpoint.shards.close()
+            writer.write(blocks.numpy())
+            if exact is not None:
+                (repacked if exact else rounded_again).extend(entry.modules)
+            bar.update(entry.planned.nbytes)
+
+        return _Written(encoder(entries, write), repacked, rounded_again)
 
 
 def one_by_one(checkpoint: Checkpoint) -> Encoder:
