@@ -76,6 +76,7 @@ def fp4_kernel(
     M,
     N,
     K,
+    row_bytes,
     stride_xm,
     stride_om,
     GROUP: tl.constexpr,
@@ -90,7 +91,7 @@ def fp4_kernel(
     g = tl.arange(0, BLOCK // GROUP)
     on_n, on_m = n < N, m < M
     groups = K // GROUP
-    w_at = w_ptr + n.to(tl.int64)[:, None] * (K // 2) + i[None, :]
+    w_at = w_ptr + n.to(tl.int64)[:, None] * row_bytes + i[None, :]
     x_at = x_ptr + m.to(tl.int64)[:, None] * stride_xm + i[None, :]
     ws_at = w_scale_ptr + n.to(tl.int64)[:, None] * groups + g[None, :]
     xs_at = x_scale_ptr + m.to(tl.int64)[:, None] * groups + g[None, :]
@@ -143,7 +144,8 @@ def fp4_gemm(
     args = {
         "x_ptr": x, "x_scale_ptr": x_scale, "w_ptr": w, "w_scale_ptr": w_scale,
         "factor_ptr": factor, "bias_ptr": bias, "out_ptr": y, "M": rows, "N": len(w),
-        "K": columns, "stride_xm": x.stride(0), "stride_om": y.stride(0),
+        "K": columns,
+        "row_bytes": columns // 2, "stride_xm": x.stride(0), "stride_om": y.stride(0),
     }  # fmt: skip
     constants = {
         "GROUP": group, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK": BLOCK_K,

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from .convert import convert
 from .demo import demo
+from .doctor import doctor
 from .eval import evaluate
 from .export import export
 from .generate import generate
@@ -56,6 +57,7 @@ app.command("eval")(evaluate)
 app.command()(convert)
 app.command()(imatrix)
 app.command()(export)
+app.command()(doctor)
 
 
 def _print_version(asked: bool) -> None:
