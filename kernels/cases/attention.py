@@ -18,7 +18,7 @@ from ..paged_kv import BlockPool
 from ..triton_ops.launch import Launch
 from ..triton_ops.paged_attention import Form, default_tiles, paged_attention
 from .case import Bars, Case, Maker, Operands, Size
-from .pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
+from .pools import PoolShape, batch_of, batch_operands, empty_pool, pool_of, pool_operands
 
 
 class _Shape(NamedTuple):
@@ -80,10 +80,11 @@ def _case(s: _Shape, name: str, ci: bool) -> Case:
 
     operands = ("keys", "values")
     decode = s.queries == 1
-    group = s.heads // s.kv_heads
+    forms = (empty_pool(s.pool(name), "meta").form for name in (s.key, s.value))
     bars = Bars(
-        once=operands if decode else (), wide=operands, tensor_cores="fp16",
-        tile_rows=default_tiles(s.form, s.head_dim, group).block_m,
+        # Triton loads a tile of packed values 64 bits at a time, as their product's operand wants
+        once=operands if decode else (), wide=operands if s.value == "dense" else ("keys",),
+        tensor_cores="fp16", tile_rows=default_tiles(s.form, *forms, s.heads).block_m,
         codes_in_loop=None if s.key == "dense" else _codes_in_loop,
     )  # fmt: skip
     seen = s.context if decode else s.context - s.queries // 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .kv_codes import byte_to_float, unsigned_to_float
+from .kv_codes import byte_to_float, nibble_to_float
 from .shim import jit, tl, triton
 
 LOG2E = triton and tl.constexpr(1.4426950408889634)
@@ -41,7 +41,7 @@ def load_rows(ptr, at, valid, PARTS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.
 def load_codes(
     ptr, scale_ptr, offset_ptr, at, scale_at, inside, dtype: tl.constexpr, BITS: tl.constexpr,
     IS_FP8: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    WIDTH: tl.constexpr, PAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Keys or values at `at`, as a tile [keys, PAD] in `dtype`; of 4 bits, its two halves.
 
@@ -54,13 +54,13 @@ def load_codes(
     if BITS == 16:
         return x.to(dtype), x.to(dtype)
     elif BITS == 8:
-        y = byte_to_float(x, IS_FP8, dtype)
+        y = byte_to_float(x, IS_FP8, dtype, ASM)
         if SCALES == "group":
             y = dequantize_groups(y, scale_ptr, offset_ptr, scale_at, channel, mask, GROUP, OFFSETS)
         return y, y
     else:
-        low = unsigned_to_float(x & 15, 8, dtype)
-        high = unsigned_to_float(x >> 4, 8, dtype)
+        low = nibble_to_float(x, False, dtype, ASM)
+        high = nibble_to_float(x, True, dtype, ASM)
         if SCALES == "group":
             low = dequantize_groups(
                 low, scale_ptr, offset_ptr, scale_at, channel, mask, GROUP, OFFSETS

@@ -20,7 +20,7 @@ from .attention_device import LOG2E, load_codes, load_rows
 from .checks import check_tensor
 from .device_math import dot
 from .kv_codes import FP8_FACTOR, SMALLEST_SCALE
-from .launch import Warps, launch
+from .launch import Warps, launch, launch_backend
 from .paged_attention import check_batch, check_pool, scales_of
 from .shim import jit, tl
 from .tiles import padded
@@ -53,7 +53,7 @@ def mla_kernel(
     scale_slot, table_seq,
     RANK: tl.constexpr, ROTATED: tl.constexpr, RANK_PAD: tl.constexpr, ROTATED_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr,
+    BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x tiles of rows, splits. SCALES: "none", "static" or "token"."""
     dtype = q_ptr.dtype.element_ty
@@ -86,9 +86,9 @@ def mla_kernel(
         slot = key % BLOCK_SIZE
         at = block * block_stride + slot * slot_stride
         latent = load_codes(code_ptr, scale_ptr, scale_ptr, at, at, inside, dtype, BITS, IS_FP8,
-                            SCALES, 1, False, RANK, RANK_PAD)[0]  # fmt: skip
+                            SCALES, 1, False, RANK, RANK_PAD, ASM)[0]  # fmt: skip
         rotated = load_codes(code_ptr, scale_ptr, scale_ptr, at + RANK, at, inside, dtype, BITS,
-                             IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD)[0]  # fmt: skip
+                             IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD, ASM)[0]  # fmt: skip
         s = dot(q_latent, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         s = dot(q_rotated, tl.trans(rotated), s) * (scale * factor * LOG2E)
         if SCALES == "token":
@@ -176,6 +176,7 @@ def mla_decode(
         "BITS": 16 if fmt is None else 8,
         "IS_FP8": fmt is not None and fmt.kind == "float",
         "SCALES": scales_of(fmt, width),
+        "ASM": launch_backend() == "cuda",
     }
     grid = (len(batch.context_lens) * row_tiles, splits)
     launch(mla_kernel, grid, args, constants, tiles.warps)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..attention_ops import AttentionOptions, AttentionOutput, PagedBatch
 from ..kv_quant import KVFormat, rotate_heads
-from ..paged_kv import BlockPool
+from ..paged_kv import BlockPool, PoolForm
 from .attention_combine import combine
 from .checks import check_tensor
-from .launch import Warps, launch
+from .launch import Warps, launch, launch_backend
 from .paged_attention_kernel import attention_kernel
 from .tiles import padded
 
@@ -44,14 +44,18 @@ class AttentionTiles(NamedTuple):
     warps: Warps
 
 
-def default_tiles(form: Form, head_dim: int, group: int) -> AttentionTiles:
-    """The shipped configuration; `group` query heads share a kv head."""
-    rows = max(16, padded(group))
+def default_tiles(form: Form, keys: PoolForm, values: PoolForm, heads: int) -> AttentionTiles:
+    """The shipped configuration for `heads` query heads. What is dequantized before the product
+    takes registers, of which more warps have more."""
+    rows = max(16, padded(heads // keys.kv_heads))
+    wide = max(keys.head_dim, values.head_dim) > 128
+    by_group = any(scales_of(p.fmt, p.head_dim) == "group" for p in (keys, values))
+    packed = keys.fmt is not None or values.fmt is not None
     if form == "split":
-        return AttentionTiles(rows, 64 if head_dim <= 128 else 32, 512, Warps(4, 2))
-    if head_dim <= 128:
-        return AttentionTiles(max(rows, 64), 64, 0, Warps(4, 2))
-    return AttentionTiles(max(rows, 64), 32, 0, Warps(8, 2))
+        return AttentionTiles(rows, 32 if wide or by_group else 64, 512, Warps(4, 2))
+    if wide or packed:
+        return AttentionTiles(max(rows, 64), 32, 0, Warps(8, 2))
+    return AttentionTiles(max(rows, 64), 64, 0, Warps(4, 2))
 
 
 def paged_attention(
@@ -74,7 +78,7 @@ def paged_attention(
     if form is None:
         few = batch.max_query_len * group <= max(16, padded(group))
         form = "split" if few else "whole"
-    tiles = tiles or default_tiles(form, head_dim, group)
+    tiles = tiles or default_tiles(form, keys.form, values.form, heads)
     if keys.fmt is not None and keys.fmt.rotate and not options.rotated_queries:
         q = rotate_heads(q.float()).to(q.dtype)
     out = q.new_empty(tokens, heads, values.head_dim)
@@ -139,6 +143,7 @@ def _launch(
         "SOFTCAP": options.softcap is not None,
         "SINKS": options.sinks is not None,
         "ALIBI": options.alibi_slopes is not None,
+        "ASM": launch_backend() == "cuda",
     }
     grid = (row_tiles, keys.kv_heads, splits)
     launch(attention_kernel, grid, args, constants, tiles.warps)

@@ -36,7 +36,7 @@ def attention_kernel(
     K_GROUP: tl.constexpr, K_OFFSETS: tl.constexpr, K_PAD: tl.constexpr, V_BITS: tl.constexpr,
     V_FP8: tl.constexpr, V_SCALES: tl.constexpr, V_GROUP: tl.constexpr, V_OFFSETS: tl.constexpr,
     V_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ALIBI: tl.constexpr,
+    ALIBI: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, kv heads, splits. K_SCALES, V_SCALES: "none", "static" (one a kv head),
     "token" (one a key and head) or "group". K_PAD, V_PAD: powers of two that hold a row's entries.
@@ -99,7 +99,7 @@ def attention_kernel(
         vs_at = block * vs_block + kv_head * vs_head + slot * vs_slot
         k0, k1 = load_codes(
             k_ptr, k_scale_ptr, k_offset_ptr, block * k_block + kv_head * k_head + slot * k_slot,
-            ks_at, inside, dtype, K_BITS, K_FP8, K_SCALES, K_GROUP, K_OFFSETS, K_WIDTH, K_PAD,
+            ks_at, inside, dtype, K_BITS, K_FP8, K_SCALES, K_GROUP, K_OFFSETS, K_WIDTH, K_PAD, ASM,
         )  # fmt: skip
         s = dot(q0, tl.trans(k0), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if K_PARTS == 2:
@@ -145,7 +145,7 @@ def attention_kernel(
                 acc1 += lift
         v0, v1 = load_codes(
             v_ptr, v_scale_ptr, v_offset_ptr, block * v_block + kv_head * v_head + slot * v_slot,
-            vs_at, inside, dtype, V_BITS, V_FP8, V_SCALES, V_GROUP, V_OFFSETS, V_WIDTH, V_PAD,
+            vs_at, inside, dtype, V_BITS, V_FP8, V_SCALES, V_GROUP, V_OFFSETS, V_WIDTH, V_PAD, ASM,
         )  # fmt: skip
         acc0 = dot(p.to(dtype), v0, acc0)
         if V_PARTS == 2:
