@@ -26,7 +26,7 @@ from ..kernels.cases.case import Case
 from ..kernels.cases.check import check_case
 from .gpu_speed import Ceilings, Speed
 
-SPEEDS = ("gpu_speed_linear",)
+SPEEDS = ("gpu_speed_linear", "gpu_speed_attention")
 """Modules of this folder that measure, in the order of the table."""
 CASES_SHARE = 0.5  # of the time, at most, for the cases
 

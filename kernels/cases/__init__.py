@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 from .case import Case, Size
 
-FAMILIES: tuple[str, ...] = ("wna16", "a8", "act_quant", "fp4")
+FAMILIES: tuple[str, ...] = (
+    "wna16", "a8", "act_quant", "fp4", "attention", "latent", "kv_store", "norms", "experts",
+)  # fmt: skip
 """Modules of this folder, in the order of the audit's table."""
 
 

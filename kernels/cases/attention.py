@@ -67,8 +67,8 @@ def _case(s: _Shape, name: str, ci: bool) -> Case:
     def make(maker: Maker) -> Operands:
         q = maker.normal(s.seqs * s.queries, s.heads, s.head_dim, dtype=s.dtype)
         batch = batch_operands(maker, s.seqs, s.context, s.queries)
-        keys = pool_operands(maker, "keys", s.pool(s.key))
-        return {"q": q, **keys, **pool_operands(maker, "values", s.pool(s.value)), **batch}
+        stored = pool_operands(maker, "keys", s.pool(s.key))
+        return {"q": q, **stored, **pool_operands(maker, "values", s.pool(s.value)), **batch}
 
     def run(o: Operands) -> AttentionOutput:
         return paged_attention(*_inputs(o, s), options._replace(rotated_queries=True))
@@ -80,11 +80,15 @@ def _case(s: _Shape, name: str, ci: bool) -> Case:
 
     operands = ("keys", "values")
     decode = s.queries == 1
-    forms = (empty_pool(s.pool(name), "meta").form for name in (s.key, s.value))
+    keys, values = (empty_pool(s.pool(name), "meta").form for name in (s.key, s.value))
+    wide = operands
+    if s.value != "dense":
+        # Triton loads tiles of packed values 64 bits at a time, as their product's operand wants;
+        # those of prefill are small, and read from the L2 cache
+        wide = ("keys",) if decode else ()
     bars = Bars(
-        # Triton loads a tile of packed values 64 bits at a time, as their product's operand wants
-        once=operands if decode else (), wide=operands if s.value == "dense" else ("keys",),
-        tensor_cores="fp16", tile_rows=default_tiles(s.form, *forms, s.heads).block_m,
+        once=operands if decode else (), wide=wide,
+        tensor_cores="fp16", tile_rows=default_tiles(s.form, keys, values, s.heads).block_m,
         codes_in_loop=None if s.key == "dense" else _codes_in_loop,
     )  # fmt: skip
     seen = s.context if decode else s.context - s.queries // 2
