@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lowbit.kernels.a8_forms import BLOCK_N, a8_config, pinned_config
 from lowbit.kernels.a8_layout import A8Weight, pack_halves, unpack_halves
 from lowbit.kernels.activations import ActivationFormat, quantize_activation
 from lowbit.kernels.elements import E4M3, int_elements
 from lowbit.kernels.linear_a8 import A8, pack_a8
 from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, choose_linear, linear_reference
+from lowbit.kernels.norm_ops import gated_mul_reference, rms_norm_reference
 from lowbit.kernels.triton_ops.a8_gemm import A8Config, a8_gemm
 from lowbit.kernels.triton_ops.act_quant import act_quant, rms_norm_quant, silu_mul_quant
 
@@ -57,13 +57,15 @@ def close_codes(got, x: torch.Tensor, fmt: ActivationFormat) -> None:
 def test_rms_norm_and_silu_are_fused(kernel_device, fmt):
     x, residual = (numbers(5, 256, device=kernel_device, seed=s) for s in (1, 2))
     weight = numbers(256, device=kernel_device, seed=3)
-    normed = F.rms_norm(x.float(), (256,), weight.float(), 1e-5)
+    normed = rms_norm_reference(x.float(), weight, 1e-5).out
     close_codes(rms_norm_quant(x, weight, 1e-5, fmt), normed, fmt)
     total = x + residual
     got = rms_norm_quant(x, weight, 1e-5, fmt, residual)
     assert torch.equal(residual, total), "the residual is overwritten by the sum"
-    close_codes(got, F.rms_norm(total.float(), (256,), weight.float(), 1e-5), fmt)
-    close_codes(silu_mul_quant(x, residual, fmt), F.silu(x.float()) * residual.float(), fmt)
+    close_codes(got, rms_norm_reference(total.float(), weight, 1e-5).out, fmt)
+    gate_up = torch.cat([x, residual], dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    close_codes(silu_mul_quant(gate, up, fmt), gated_mul_reference(gate_up.float(), "silu"), fmt)
 
 
 def test_wrong_activations_are_named(kernel_device):

@@ -8,6 +8,7 @@ import torch
 
 from ..activations import ActivationFormat
 from ..elements import E4M3, int_elements
+from ..norm_ops import gated_mul_reference, rms_norm_reference
 from ..triton_ops.act_quant import Quantized, act_quant, rms_norm_quant, silu_mul_quant
 from .case import Bars, Case, Maker, Operands, Size
 
@@ -52,9 +53,9 @@ def _case(
         assert x is not None
         x = x.double()
         if weight is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight.double()
+            x = rms_norm_reference(x, weight, _EPS).out
         if up is not None:
-            x = torch.nn.functional.silu(x) * up.double()
+            x = gated_mul_reference(torch.cat([x, up.double()], dim=-1), "silu")
         return (x,)
 
     # half a step: of int8 it is 1/255 of the peak, which a product has further out; E4M3's is 1/16

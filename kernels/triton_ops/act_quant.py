@@ -6,9 +6,11 @@ range (1 where that is zero), code = the nearest element of x / scale, in float3
 of three places, each read once, and is never written in between:
 
 - "plain": x [M, K] itself;
-- "rms_norm": x * rsqrt(mean(x^2) + eps) * weight, after adding `residual` [M, K], which is
+- "rms_norm": `norm_ops.rms_norm_reference` of x, after adding `residual` [M, K], which is
   overwritten by the sum, where there is one;
-- "silu_mul": silu(x) * up, both [M, K].
+- "silu_mul": `norm_ops.gated_mul_reference`, silu(x) * up, both [M, K];
+
+the last two without rounding what comes out of them to x's dtype before it is quantized.
 
 x, residual, weight [K] and up are float16, bfloat16 or float32; rows at any stride, columns
 contiguous. Codes [M, K] int8 or float8_e4m3fn; scales float32 [M, groups], held group by group; or
