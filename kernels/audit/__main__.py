@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lowbit.kernels.audit", description=__doc__)
     parser.add_argument("--family", choices=FAMILIES, action="append", help="only this one")
     parser.add_argument("--target", choices=TARGETS, action="append", help="only this one")
-    parser.add_argument("--ci", action="store_true", help="only the cases that CI compiles")
+    parser.add_argument(
+        "--ci", action="store_true", help="only the cases that CI compiles and counts"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--write", action="store_true", help=f"rewrite the tables in {DOCUMENT}")
     options = parser.parse_args(arguments)
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     families = options.family or list(FAMILIES)
     cases = [c for f in families for c in all_cases("real", f) if c.ci or not options.ci]
     with ProcessPoolExecutor(options.jobs) as pool:
-        counted = [pool.submit(_traffic, family) for family in families]
+        counted = [pool.submit(_traffic, family, options.ci) for family in families]
         jobs = [
             pool.submit(_audit, case.name, target)
             for case in cases
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = [_said(job.result()) for job in jobs]
         moved = {name: of for job in counted for name, of in job.result().items()}
     faults = [f"{v.case} on {v.target}: {fault}" for v in verdicts for fault in v.faults]
-    small = {c.name: c for f in families for c in all_cases("small", f)}
+    small = {c.name: c for f in families for c in all_cases("small", f) if c.name in moved}
     faults += [
         f"{name}: {x}" for name, case in small.items() for x in moved_faults(case, moved[name])
     ]
@@ -76,10 +78,10 @@ def _audit(name: str, target: str) -> Verdict:
     return audit_case(_case(name), target)
 
 
-def _traffic(family: str) -> dict[str, dict[str, Moved]]:
+def _traffic(family: str, only_ci: bool) -> dict[str, dict[str, Moved]]:
     """Bytes moved by each small case, from a process with the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.traffic", family],
+        [sys.executable, "-m", f"{__package__}.traffic", family, *(["--ci"] if only_ci else [])],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:

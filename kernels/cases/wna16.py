@@ -54,7 +54,7 @@ _SHIPPED = [
     (WNA16Format(3, 128, False), torch.float16, 16),
     (WNA16Format(2, 64, True), torch.bfloat16, 16),
 ]
-_IN_CI = {(_W4, 16), (_W4_ASYM, 16), (_W4_ASYM, 128)}
+_IN_CI = {(_W4, 16), (_W4_ASYM, 128)}
 
 
 def cases(size: Size) -> Iterator[Case]:
