@@ -38,7 +38,17 @@ class Held:
         self.table, self.tokens, self.computed = table, array("i", tokens), computed
 
 
-class Blocks(RuleBasedStateMachine):
+class Counted(RuleBasedStateMachine):
+    """Counts its operations, so that a test can say how many there were."""
+
+    operations = 0
+
+    @invariant()
+    def count(self) -> None:
+        type(self).operations += 1
+
+
+class Blocks(Counted):
     """Sequences that grow, part, take proposals back and leave; a memory of prefix hashes."""
 
     @initialize(
@@ -161,8 +171,9 @@ class Blocks(RuleBasedStateMachine):
                 assert self.memory[kind].get(slot) == hashes[j]
 
 
-def run_machine(machine: Any, examples: int, steps: int) -> None:
-    """Random operations of `machine`, the same on every run."""
+def run_machine(machine: Any, examples: int, steps: int) -> int:
+    """Random operations of `machine`, the same on every run; how many there were."""
+    machine.operations = -examples  # making one is none
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -174,13 +185,14 @@ def run_machine(machine: Any, examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    return machine.operations
 
 
 def test_blocks_hold_what_a_plain_model_says() -> None:
-    run_machine(Blocks, 40, 30)
+    assert run_machine(Blocks, 50, 30) > 1000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_blocks_hold_what_a_plain_model_says_for_100_000_operations() -> None:
-    run_machine(Blocks, 2000, 50)
+    assert run_machine(Blocks, 2700, 50) > 100_000

@@ -39,13 +39,13 @@ class Admission:
             there = config.kinds[kind].num_blocks
             if needed > there:
                 window = config.kinds[kind].sliding_window
-                layers = "" if window is None else f" of layers with a window of {window}"
+                layers = "" if window is None else f" in layers with a window of {window}"
                 continuations = f" x {request.n}" if request.n > 1 else ""
                 raise UserError(
                     f"{name} can never fit: its prompt of {request.num_prompt_tokens} and up to "
                     f"{counted(request.max_tokens, 'new token')}{continuations} need "
-                    f"{counted(needed, 'KV block')}{layers} of {config.block_size} tokens, and "
-                    f"there are {there}; shorten it or give the KV cache more memory"
+                    f"{counted(needed, 'KV block')} of {counted(config.block_size, 'token')}"
+                    f"{layers}, and there are {there}; shorten it or give the KV cache more memory"
                 )
 
     def most_blocks(self, request: RequestState, chunk: int = 1) -> list[int]:

@@ -42,7 +42,7 @@ class BlockManager:
         self.prefix: PrefixCache | None = None
         if prefix_cache:
             self.prefix = PrefixCache(self.allocators, self.windows, block_size)
-        self._sliding = [(k, w) for k, w in enumerate(self.windows) if w is not None]
+        self.sliding = [(k, w) for k, w in enumerate(self.windows) if w is not None]
 
     def new_table(self) -> BlockTable:
         return BlockTable(len(self.windows), self.prefix.root if self.prefix else None)
@@ -89,6 +89,8 @@ class BlockManager:
         size = self.block_size
         first = start // size
         partial = start % size != 0 and first >= table.num_cached
+        if partial and end <= (first + 1) * size and not self._is_shared(table, first):
+            return end - start  # as most tokens of a decode
         for blocks, allocator in zip(table.blocks, self.allocators, strict=True):
             if end <= len(blocks) * size and not partial:
                 continue
@@ -140,7 +142,7 @@ class BlockManager:
 
     def slide(self, table: BlockTable, position: int) -> None:
         """The next token is at `position`: let go of the blocks that no window reaches any more."""
-        for kind, window in self._sliding:
+        for kind, window in self.sliding:
             seen_from = (position - window + 1) // self.block_size
             if seen_from > table.passed[kind]:
                 self._pass(table, kind, seen_from)
@@ -199,6 +201,13 @@ class BlockManager:
         empty = sum(size - min(size, n) for blocks in filled for n in blocks.values())
         total = sum(a.num_blocks for a in self.allocators)
         return KVUsage(total, in_use, in_use * size, in_use * size - empty)
+
+    def _is_shared(self, table: BlockTable, i: int) -> bool:
+        """Another table holds the block at entry i of some kind, too."""
+        for blocks, allocator in zip(table.blocks, self.allocators, strict=True):
+            if allocator.refs[blocks[i]] > 1:
+                return True
+        return False
 
     def _take_known(self, table: BlockTable, node: Node, kind: int, i: int) -> bool:
         """Hold the block of `node` in place of the own one at entry i; False: it has none, or this

@@ -78,15 +78,18 @@ class StepPlan:
             sequence, start, end = run.sequence, run.start, run.end
             tokens = sequence.tokens
             known = len(tokens)
-            if end - start == 1 and start < known:
+            if end - start == 1 and run.stored <= start < known:
                 self.token_ids.append(tokens[start])
                 self.positions.append(start)
+                entry, offset = divmod(start, block_size)
+                for slots, blocks in zip(self.slots, sequence.table.blocks, strict=True):
+                    slots.append(blocks[entry] * block_size + offset)
             else:
                 self._add_tokens(run, known)
-            for slots, blocks in zip(self.slots, sequence.table.blocks, strict=True):
-                _add_slots(slots, blocks, max(start, run.stored), end, block_size, start)
-            for kind, block in run.adopted:
-                self._leave_out(run, kind, block, block_size)
+                for slots, blocks in zip(self.slots, sequence.table.blocks, strict=True):
+                    _add_slots(slots, blocks, max(start, run.stored), end, block_size, start)
+            for kind, entry in run.adopted:
+                self._leave_out(run, kind, entry, block_size)
 
     def _add_tokens(self, run: SequenceRun, known: int) -> None:
         ids = run.sequence.tokens[run.start : run.end]

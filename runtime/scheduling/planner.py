@@ -27,6 +27,7 @@ class StepPlanner:
         self.num_reused = 0
         self._decodes: list[SequenceRun] = []
         self._others: list[SequenceRun] = []
+        self._block_size = self.config.block_size
         self._budget = self.config.max_num_batched_tokens  # tokens that are left of the step
         self._owed = 0  # sequences that have yet to get a token of it
         self._joining = False  # those that run have theirs
@@ -43,7 +44,7 @@ class StepPlanner:
             place += self._schedule(running[place])
         if batch_is_open:
             self._admit()
-        self.plan.fill(self._decodes, self._others, self.config.block_size)
+        self.plan.fill(self._decodes, self._others, self._block_size)
         return self.plan
 
     def _schedule(self, request: RequestState) -> bool:
@@ -59,7 +60,9 @@ class StepPlanner:
             room = self._budget - self._owed - left
             if wanted <= 0 or room <= 0:
                 continue
-            proposed = self._room_for_proposals(sequence, room) if wanted == 1 else 0
+            proposed = 0
+            if wanted == 1 and sequence.proposed:
+                proposed = self._room_for_proposals(sequence, room)
             wanted = min(wanted, room)
             granted = self._reserve(sequence, wanted + proposed)
             if granted:
@@ -99,7 +102,7 @@ class StepPlanner:
     def _reuse(self, sequence: Sequence) -> int:
         """Take over what the prefix cache has of the tokens to run; how many that are."""
         request, start = sequence.request, sequence.num_computed
-        if not request.reuse_prefix or start != sequence.table.num_cached * self.config.block_size:
+        if not request.reuse_prefix or start != sequence.table.num_cached * self._block_size:
             return 0
         known = len(sequence.tokens)
         path = self.blocks.find(sequence.table, sequence.tokens, known)
@@ -115,7 +118,7 @@ class StepPlanner:
 
     def _room_for_proposals(self, sequence: Sequence, room: int) -> int:
         """Of a sequence that has one token to run."""
-        if not sequence.proposed or sequence.num_pending or sequence.request.parts_next:
+        if sequence.num_pending or sequence.request.parts_next:
             return 0
         longest = sequence.request.max_tokens - sequence.num_generated - 1
         return max(0, min(len(sequence.proposed), room - 1, longest))
@@ -124,7 +127,8 @@ class StepPlanner:
         """Blocks for up to `wanted` tokens, at least one, if need be from the last of those that
         run; 0 where that is this request itself, or all have their part of the step."""
         start, copies = sequence.num_computed, self.plan.copies
-        self.blocks.slide(sequence.table, start)
+        if self.blocks.sliding:
+            self.blocks.slide(sequence.table, start)
         while not (granted := self.blocks.reserve(sequence.table, start, start + wanted, copies)):
             victim = self.roster.running[-1]
             if victim is sequence.request or self._joining:
@@ -137,12 +141,14 @@ class StepPlanner:
         """The next `count` tokens of `sequence`, the last `proposed` ones to be verified, run."""
         start, known = sequence.num_computed, len(sequence.tokens)
         end = start + count
-        stored = sequence.table.num_cached * self.config.block_size
+        stored = sequence.table.num_cached * self._block_size
         adopted = self.blocks.commit(sequence.table, sequence.tokens, min(end, known))
         num_logits, num_draws = 0, 1
         if end - proposed == known + sequence.num_pending:
             request = sequence.request
-            num_logits, num_draws = 1 + proposed, request.n if request.parts_next else 1
+            num_logits = 1 + proposed
+            if request.n > 1 and request.parts_next:
+                num_draws = request.n
             sequence.num_pending += 1
             sequence.unsettled = proposed > 0 or num_draws > 1 or request.lockstep
         sequence.num_computed = end

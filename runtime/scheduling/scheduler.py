@@ -20,7 +20,7 @@ from .config import SchedulerConfig
 from .plan import SequenceRun, StepPlan
 from .planner import StepPlanner
 from .roster import Roster
-from .sequence import FinishReason, RequestState, RequestStatus, Sequence
+from .sequence import OVER, FinishReason, RequestState, RequestStatus, Sequence
 from .stats import Counts, SchedulerStats
 
 
@@ -59,7 +59,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """No more tokens for this continuation; its request ends with its last one."""
         request = sequence.request
-        assert sequence.finish_reason is None and not request.is_over
+        assert sequence.finish_reason is None and request.status not in OVER
         sequence.finish_reason = reason
         if all(s.finish_reason is not None for s in request.sequences):
             self.roster.end(request, RequestStatus.FINISHED, self.clock())
@@ -110,7 +110,7 @@ class Scheduler:
             sequence = run.sequence
             request = sequence.request
             sequence.num_pending -= 1
-            if sequence.finish_reason is not None or request.is_over:
+            if sequence.finish_reason is not None or request.status in OVER:
                 continue
             if request.first_token is None:
                 request.first_token = now
@@ -130,7 +130,7 @@ class Scheduler:
 
         A beam may go on several ways, or none, which drops it. Without choices the request ends.
         """
-        if request.is_over:
+        if request.status in OVER:
             return
         assert len(choices) <= request.n
         now, beams, kept = self.clock(), [], set()
@@ -166,8 +166,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, new: Seq[int], now: float) -> None:
         assert len(new), "a run with logits gives a token at least"
-        sequence.tokens.extend(new)
-        sequence.token_times.extend([now] * len(new))
+        for token in new:
+            sequence.tokens.append(token)
+            sequence.token_times.append(now)
         self.counts.output += len(new)
         if sequence.proposed:
             sequence.proposed = array("i")

@@ -21,6 +21,9 @@ class RequestStatus(enum.Enum):
     CANCELLED = "cancelled"
 
 
+OVER = (RequestStatus.FINISHED, RequestStatus.CANCELLED)
+
+
 class Sequence:
     """One continuation of a request.
 
@@ -33,11 +36,13 @@ class Sequence:
     dropped. finish_reason "dropped": a beam that others have outdone.
     """
 
-    __slots__ = ("request", "tokens", "table", "num_computed", "num_pending", "proposed",
-                 "unsettled", "host_blocks", "token_times", "epoch", "finish_reason")  # fmt: skip
+    __slots__ = ("request", "num_prompt_tokens", "tokens", "table", "num_computed", "num_pending",
+                 "proposed", "unsettled", "host_blocks", "token_times", "epoch",
+                 "finish_reason")  # fmt: skip
 
     def __init__(self, request: RequestState, tokens: array[int], table: BlockTable) -> None:
         self.request, self.tokens, self.table = request, tokens, table
+        self.num_prompt_tokens = request.num_prompt_tokens
         self.num_computed = 0
         self.num_pending = 0
         self.proposed = array("i")
@@ -49,18 +54,19 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.request.num_prompt_tokens
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def generated(self) -> array[int]:
-        return self.tokens[self.request.num_prompt_tokens :]
+        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def num_to_run(self) -> int:
         """Tokens, known or in flight, that have not been planned yet; 0: no more are wanted."""
-        if self.num_generated + self.num_pending >= self.request.max_tokens:
+        known = len(self.tokens) + self.num_pending
+        if known - self.num_prompt_tokens >= self.request.max_tokens:
             return 0
-        return len(self.tokens) + self.num_pending - self.num_computed
+        return known - self.num_computed
 
     def split(self, table: BlockTable) -> Sequence:
         """Another continuation that has all in common so far; table: shares the blocks."""
@@ -94,6 +100,7 @@ class RequestState:
     ) -> None:
         self.request_id = request_id
         self.prompt = array("i", prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt)
         if not self.prompt:
             raise UserError(f"request {request_id}: the prompt is empty; it needs a token or more")
         if max_tokens < 1 or n < 1:
@@ -115,17 +122,13 @@ class RequestState:
         self.num_swaps = 0  # of the preemptions, those whose blocks went to host memory
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    @property
     def max_stored(self) -> int:
         """Tokens whose keys and values a continuation ever stores: the last one's are not."""
         return len(self.prompt) + self.max_tokens - 1
 
     @property
     def is_over(self) -> bool:
-        return self.status in (RequestStatus.FINISHED, RequestStatus.CANCELLED)
+        return self.status in OVER
 
     @property
     def live(self) -> list[Sequence]:
