@@ -8,7 +8,7 @@ import torch
 
 from ..attention_ops import AttentionOutput
 from ..mla_ops import mla_decode_reference
-from ..triton_ops.mla_decode import default_tiles, mla_decode
+from ..triton_ops.mla_decode import mla_decode
 from .case import Bars, Case, Maker, Operands, Size
 from .pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
 
@@ -41,10 +41,9 @@ def _case(s: PoolShape, heads: int, rank: int, label: int) -> Case:
         cache = pool_of(o, "cache", s.form, s.head_dim)
         return mla_decode_reference(q.double(), cache, rank, batch_of(o, s.context, 1), scale)
 
-    tiles = default_tiles(heads)
     bars = Bars(
-        once=("cache",) if heads <= tiles.block_m else (), wide=("cache",), tensor_cores="fp16",
-        tile_rows=tiles.block_m,
+        once=("cache",) if heads <= 16 else (), wide=() if s.fmt else ("cache",),
+        tensor_cores="fp16", tile_rows=16,
     )  # fmt: skip
     operations = 2 * s.seqs * heads * s.context * (s.head_dim + rank)
     name = f"{s.form} heads={label}"

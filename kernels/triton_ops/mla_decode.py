@@ -20,7 +20,7 @@ from .attention_device import LOG2E, load_codes, load_rows
 from .checks import check_tensor
 from .device_math import dot
 from .kv_codes import FP8_FACTOR, SMALLEST_SCALE
-from .launch import Warps, launch, launch_backend
+from .launch import Warps, launch, launch_arch, launch_backend
 from .paged_attention import check_batch, check_pool, scales_of
 from .shim import jit, tl
 from .tiles import padded
@@ -39,11 +39,16 @@ class LatentTiles(NamedTuple):
     warps: Warps
 
 
-def default_tiles(rows: int) -> LatentTiles:
-    """The shipped configuration, `rows` being the heads."""
-    if rows <= 16:
-        return LatentTiles(16, 32, 512, Warps(4, 2))
-    return LatentTiles(64, 32, 512, Warps(8, 2))
+def default_tiles(heads: int, packed: bool, device: torch.device) -> LatentTiles:
+    """The shipped configuration for `device`: the largest tiles that keep within registers. packed:
+    entries are 8-bit codes."""
+    on_hip = launch_backend() == "hip"
+    if heads <= 16 or on_hip:
+        return LatentTiles(16, 32, 512, Warps(8 if packed and not on_hip else 4, 2))
+    if packed:
+        return LatentTiles(32, 16, 512, Warps(8, 2))
+    has_wide_products = launch_arch(device) in (90, 100)
+    return LatentTiles(64 if has_wide_products else 32, 32, 512, Warps(8, 2))
 
 
 @jit
@@ -135,7 +140,7 @@ def mla_decode(
     """
     check_latent(q, cache, rank, batch)
     tokens, heads, width = q.shape
-    tiles = tiles or default_tiles(heads)
+    tiles = tiles or default_tiles(heads, cache.fmt is not None, q.device)
     splits = max(1, -(-batch.max_context_len // tiles.split))
     parts = torch.empty(tokens, heads, splits, rank, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)

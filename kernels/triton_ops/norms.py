@@ -72,7 +72,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         raise ValueError(f"{op}: x has rows of {width}, more than {MAX_WIDTH}")
     if residual is not None:
         check_tensor(op, "residual", residual, x.shape, [x.dtype], x.device)
-    added = None if residual is None else residual.reshape(-1, width)
+    added = residual
+    if residual is not None and residual.dim() != 2:
+        added = residual.reshape(-1, width)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
     args = {
