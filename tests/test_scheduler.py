@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lowbit.evals.scheduler_bench import WASTE_TARGET, decoding, equal_requests, trace_waste
 from lowbit.kernels.errors import UserError
 from lowbit.runtime.scheduling import (
     KVKind,
@@ -368,3 +369,21 @@ def test_two_thousand_requests_end_with_an_empty_pool_and_the_right_tokens(
     assert sum(r.status is RequestStatus.FINISHED for r in requests) > 400
     for request in requests:
         check_tokens(request)
+
+
+def test_a_step_makes_as_many_calls_whether_nobody_or_many_wait() -> None:
+    counted = []
+    for waiting in (0, 2000):
+        scheduler = decoding(running=8, waiting=waiting, repeats=1)
+        calls: list[str] = []
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(event))
+        plan = scheduler.plan()
+        sys.setprofile(None)
+        assert plan.num_decodes == 8 and len(scheduler.roster.waiting) == waiting
+        counted.append(len(calls))
+    assert abs(counted[1] - counted[0]) < 100
+
+
+def test_sixteen_requests_of_128_and_128_tokens_waste_under_4_percent_of_the_slots() -> None:
+    config = SchedulerConfig((KVKind(1000),), 16, 16)
+    assert trace_waste(equal_requests(), config)["waste"] < WASTE_TARGET
