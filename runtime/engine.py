@@ -1,4 +1,5 @@
-"""The first engine: prompts one at a time into a contiguous cache, decode for all of them together.
+"""The engine for models that the decoder does not know, and for caches that do not lie in blocks:
+prompts one at a time into a contiguous cache, decode for all of them together.
 
 Requests go in waves of at most `max_num_seqs`, longest prompt first, so that rows of like length
 share a wave. In a wave every prompt is computed alone, exactly as it would be without the others;
@@ -27,7 +28,8 @@ from .sampler import SamplingBatch, sample, sampling_batch, uniform
 
 @dataclass
 class EngineStats:
-    """What an engine has done so far. Seconds are wall clock, decode tokens those of all rows."""
+    """What an engine has done so far. Seconds are wall clock, decode tokens those of all rows.
+    Prompt tokens that the prefix cache had are not among prefill's."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -110,11 +112,7 @@ class Engine:
     @torch.inference_mode()
     def _sample(self, batch: _Batch, logits: Tensor) -> None:
         """Give every row its next token."""
-        if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-            raise UserError(
-                f"the model's logits are not finite in {self.loaded.dtype}: its weights are "
-                "damaged or its activations overflow; try dtype float32"
-            )
+        check_finite(logits, self.loaded.dtype)
         uniforms = [0.0 if r.params.temperature == 0 else uniform(r.seed, len(r.token_ids))
                     for r in batch.requests]  # fmt: skip
         tokens = sample(logits, batch.sampling, uniforms)
@@ -126,6 +124,15 @@ class Engine:
         self.stats.decode_seconds += seconds
         for request in requests:
             request.decode_seconds += seconds
+
+
+def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
+    """UserError where logits [rows, vocabulary] of a model that runs in `dtype` are not finite."""
+    if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+        raise UserError(
+            f"the model's logits are not finite in {dtype}: its weights are damaged or its "
+            "activations overflow; try dtype float32"
+        )
 
 
 class _Batch:

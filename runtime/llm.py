@@ -16,22 +16,28 @@ from .engine import Engine, EngineStats
 from .kv_formats import resolve_kv
 from .linear import LinearReport
 from .loader import load
+from .paged_engine import EngineLimits, PagedEngine, decline_engine
 from .request import Request, RequestOutput, SamplingParams
 
+ENGINES = ("auto", "paged", "contiguous")
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
 Messages: TypeAlias = "Sequence[dict[str, str]]"
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. engine: which one runs it; engine_declined: why not the paged one.
 
     path: an original Hugging Face folder or a compressed-tensors checkpoint. device, dtype: see
     runtime/placement.py for what "auto" means. max_num_seqs: requests that decode together.
     max_model_len: the longest prompt with its output (the model's own limit when None).
     linear_kernel: run all packed linears on the kernel of this name. kv_cache_dtype: a format of
     the KV cache by name (quantize/kv_names.py), "model" for the model's dtype, "auto" for what the
-    checkpoint says, else the model's.
+    checkpoint says, else the model's. engine: "paged" (runtime/paged_engine.py: continuous
+    batching) or "contiguous" (runtime/engine.py); "auto": the first that can run the model. Of the
+    paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
+    quarter of the free memory, or less where that is enough for all rows); enable_prefix_caching:
+    compute what prompts have in common once.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -47,9 +53,18 @@ class LLM:
         max_model_len: int | None = None,
         linear_kernel: str | None = None,
         kv_cache_dtype: str = "auto",
+        engine: str = "auto",
+        max_num_batched_tokens: int = 2048,
+        kv_memory: int | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
-        if max_num_seqs < 1:
-            raise UserError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        if engine not in ENGINES:
+            raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
+        for name, value in (
+            ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)
+        ):  # fmt: skip
+            if value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
         loaded = load(path, device, dtype, linear_kernel)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.dtype = loaded.device, loaded.dtype
@@ -58,7 +73,19 @@ class LLM:
         self._linears, self.warnings = loaded.linears, loaded.warnings
         self._eos_token_ids = loaded.eos_token_ids
         kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)
-        self._engine = Engine(loaded, max_num_seqs, kv)
+        declined = decline_engine(loaded, kv)
+        if engine == "paged" and declined:
+            raise UserError(f"the paged engine {declined}; take engine='contiguous'")
+        self.engine = "contiguous" if engine == "contiguous" or declined else "paged"
+        self.engine_declined = declined
+        if self.engine == "paged":
+            limits = EngineLimits(
+                max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
+                enable_prefix_caching,
+            )  # fmt: skip
+            self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
+        else:
+            self._engine = Engine(loaded, max_num_seqs, kv)
 
     @property
     def stats(self) -> EngineStats:

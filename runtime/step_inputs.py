@@ -1,8 +1,8 @@
-"""What one step of the engine is to the model: lists of the scheduler's plan as tensors."""
+"""What one step of the engine is to the model: the numbers of a plan as tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,58 +12,50 @@ from ..kernels.attention_ops import PagedBatch
 from ..kernels.kv_store_ops import NewTokens
 
 
-class Chunk(NamedTuple):
-    """Tokens of one sequence that a step computes: `token_ids` follow `start` tokens whose keys and
-    values are in the blocks of `block_table` already, where there is room for theirs, too."""
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-
-
 class StepInputs(NamedTuple):
-    """token_ids: int64 [tokens], chunk after chunk. last_rows: int64 [chunks], of each its last."""
+    """token_ids: int64 [tokens], of one sequence after another. batches, new: one for each kind of
+    layers."""
 
     token_ids: Tensor
-    batch: PagedBatch
-    new: NewTokens
-    last_rows: Tensor
+    batches: list[PagedBatch]
+    new: list[NewTokens]
 
 
-def step_inputs(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> StepInputs:
-    """The tensors of `chunks`, none of them empty.
+def step_inputs(
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    slots: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: Iterable[Sequence[Sequence[int]]],
+    device: torch.device,
+) -> StepInputs:
+    """The tensors of a step. query_lens, context_lens: tokens of each sequence that run, and those
+    with them that it has by then. slots, tables: for each kind of layers, where each token goes,
+    and the blocks of each sequence.
 
-    Made on the host and handed over at once: one copy to the device for each, no synchronization.
+    Arrays and lists alike. Each is copied to the device once, nothing waits for it.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    ends, lengths = [0], []
-    width = max(len(c.block_table) for c in chunks)
-    tables = torch.zeros(len(chunks), width, dtype=torch.int32)
-    for row, chunk in enumerate(chunks):
-        assert chunk.token_ids, "a chunk has tokens"
-        end = chunk.start + len(chunk.token_ids)
-        assert end <= len(chunk.block_table) * block_size, "a chunk's tokens have slots"
-        token_ids += chunk.token_ids
-        positions += range(chunk.start, end)
-        slots += (
-            chunk.block_table[at // block_size] * block_size + at % block_size
-            for at in range(chunk.start, end)
-        )
-        ends.append(len(token_ids))
-        lengths.append(end)
-        tables[row, : len(chunk.block_table)] = torch.tensor(chunk.block_table, dtype=torch.int32)
 
-    def moved(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def moved(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
-    batch = PagedBatch(
-        tables.to(device, non_blocking=True),
-        moved(lengths, torch.int32),
-        moved(ends, torch.int32),
-        max(len(c.token_ids) for c in chunks),
-        max(lengths),
-    )
-    new = NewTokens(moved(positions), moved(slots))
-    return StepInputs(moved(token_ids), batch, new, moved([end - 1 for end in ends[1:]]))
+    lengths = moved(context_lens, torch.int32)
+    starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+    starts[1:] = torch.tensor(query_lens).cumsum(0)
+    starts = starts.to(device, non_blocking=True)
+    longest, most = max(query_lens), max(context_lens)
+    at = moved(positions)
+    batches = [
+        PagedBatch(_table(rows).to(device, non_blocking=True), lengths, starts, longest, most)
+        for rows in tables
+    ]
+    return StepInputs(moved(token_ids), batches, [NewTokens(at, moved(s)) for s in slots])
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Tensor:
+    """int32 [sequences, most blocks], filled up with block 0."""
+    table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
+    for out, row in zip(table, rows, strict=True):
+        out[: len(row)] = torch.tensor(row, dtype=torch.int32)
+    return table

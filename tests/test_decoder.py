@@ -13,7 +13,7 @@ from lowbit.kernels.errors import UserError
 from lowbit.kernels.paged_kv import new_pool
 from lowbit.runtime.loader import load
 from lowbit.runtime.models.decoder import Decoder, KVPools
-from lowbit.runtime.step_inputs import Chunk, step_inputs
+from lowbit.runtime.step_inputs import step_inputs
 from torch import Tensor
 from transformers import (
     Gemma2Config,
@@ -53,14 +53,23 @@ class Run:
         ]
 
     @torch.inference_mode()
-    def __call__(self, chunks: Sequence[tuple[int, Sequence[int], int]]) -> Tensor:
-        """Logits of all tokens of (sequence, token ids, tokens before them)."""
+    def __call__(
+        self, chunks: Sequence[tuple[int, Sequence[int], int]], rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits of all tokens (or `rows`) of (sequence, token ids, tokens before them)."""
         tables = [list(range(seq, BLOCKS, 4)) for seq, _, _ in chunks]
+        tokens, positions, slots = [], [], []
+        for (_, ids, start), table in zip(chunks, tables, strict=True):
+            tokens += ids
+            positions += range(start, start + len(ids))
+            slots += [table[p // BLOCK] * BLOCK + p % BLOCK for p in positions[-len(ids) :]]
+        kinds = len(self.decoder.windows)
         step = step_inputs(
-            [Chunk(ids, start, t) for (_, ids, start), t in zip(chunks, tables, strict=True)],
-            BLOCK, torch.device("cpu"),
+            tokens, positions, [slots] * kinds, [len(ids) for _, ids, _ in chunks],
+            [start + len(ids) for _, ids, start in chunks], [tables] * kinds, torch.device("cpu"),
         )  # fmt: skip
-        return self.decoder.logits(self.decoder(step.token_ids, self.pools, step.batch, step.new))
+        hidden = self.decoder(step.token_ids, self.pools, step.batches, step.new, rows)
+        return self.decoder.logits(hidden)
 
 
 def sequence(seed: int, length: int = LENGTH) -> list[int]:
@@ -107,13 +116,9 @@ def test_logits_equal_transformers(family: str, folders) -> None:
     torch.testing.assert_close(got, expected[0], rtol=1e-4, atol=1e-4 * scale)
 
 
-def test_only_the_rows_asked_for_are_normed(folders) -> None:
+def test_only_the_rows_asked_for_are_computed_to_the_end(folders) -> None:
     run = Run(loaded(folders("llama")))
-    chunk = Chunk(sequence(0), 0, range(BLOCKS))
-    step = step_inputs([chunk], BLOCK, torch.device("cpu"))
-    whole = run.decoder(step.token_ids, run.pools, step.batch, step.new)
-    last = run.decoder(step.token_ids, run.pools, step.batch, step.new, step.last_rows)
-    assert step.last_rows.tolist() == [LENGTH - 1]
+    whole, last = run([(0, sequence(0), 0)]), run([(0, sequence(0), 0)], torch.tensor([LENGTH - 1]))
     torch.testing.assert_close(last, whole[-1:])
 
 
@@ -130,7 +135,7 @@ def test_dense_linears_are_fused_without_a_second_copy(folders) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "opt"}, "the decoder is for .*llama.*, not opt"),
+        ({"model_type": "opt"}, "the decoder runs .*llama.*, not opt"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "the decoder has no rotary embedding of type dynamic",

@@ -54,7 +54,9 @@ class Decoder:
     """A loaded transformers model of a family in FAMILIES, as the engine runs it.
 
     model: transformers' module, whose linears may be packed; its dense linears become views of
-    fused ones. max_len: positions that the rotary tables hold. UserError, with the reason, for what
+    fused ones. max_len: positions that the rotary tables hold. windows: the sliding windows of its
+    layers (None: all keys are seen), which are the kinds of layers; kinds: of each layer its number
+    there. UserError, with the reason, for what
     `decline_decoder` declines.
     """
 
@@ -70,6 +72,8 @@ class Decoder:
             DecoderLayer(layer, config, family, ropes[_kind(config, index)])
             for index, layer in enumerate(base.layers)
         ]
+        self.windows = tuple(dict.fromkeys(layer.sliding_window for layer in self.layers))
+        self.kinds = [self.windows.index(layer.sliding_window) for layer in self.layers]
         self._norm = Norm.of(base.norm, family.norm_offset)
         self._head = model.get_output_embeddings()
         self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
@@ -79,18 +83,19 @@ class Decoder:
         self,
         token_ids: Tensor,
         pools: Sequence[KVPools],
-        batch: PagedBatch,
-        new: NewTokens,
+        batches: Sequence[PagedBatch],
+        new: Sequence[NewTokens],
         rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [rows, hidden] behind the last norm, of the tokens `rows` (int64; all where
-        None). token_ids: int64 [tokens]. The pools, one a layer, are written to."""
+        None). token_ids: int64 [tokens]. The pools, one a layer, are written to; batches, new: one
+        for each of `windows`."""
         stream = self._embed(token_ids)
         if self._embed_scale is not None:
             stream = stream * self._embed_scale
         update: Tensor | None = None
-        for layer, pool in zip(self.layers, pools, strict=True):
-            stream, update = layer(stream, update, pool, batch, new)
+        for layer, kind, pool in zip(self.layers, self.kinds, pools, strict=True):
+            stream, update = layer(stream, update, pool, batches[kind], new[kind])
         if rows is not None:
             stream, update = stream[rows], None if update is None else update[rows]
         return _norm_of_sum(stream, update, self._norm)[0]

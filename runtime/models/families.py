@@ -50,7 +50,7 @@ FAMILIES = {
 def decline_decoder(config: Any) -> str | None:
     """None, or why the decoder cannot run a model of this transformers config."""
     if config.model_type not in FAMILIES:
-        return f"is for {', '.join(FAMILIES)}, not {config.model_type}"
+        return f"runs {', '.join(FAMILIES)}, not {config.model_type}"
     changing = rope_types(config) - FIXED_ROPES
     if changing:
         return f"has no rotary embedding of type {', '.join(sorted(changing))}"
