@@ -4,8 +4,8 @@ A form's parts of K depend on the weight's shape alone, so a row has the same bi
 it is in as long as the form stays; `pinned_config` is one for every number of tokens. Programs are
 counted for the 132 multiprocessors of an H100 on every device.
 
-128 tokens spill on sm_80 unless 8 warps share 128 rows of the weight; consumer GPUs and gfx942 have
-shared memory for two stages of the wide tiles.
+128 tokens x 64 rows of 4 bits spill on sm_80, 128 x 128 with 8 warps do not; of 8 bits it is the
+other way round. Consumer GPUs and gfx942 have shared memory for two stages of the wide tiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def wna16_config(
         return WNA16Config(block_m, BLOCK_N, split, 4, 2)
     stages = 3 if num_bits < 4 else 5 if small else 4
     if block_m == 128 and arch < 90:
-        return WNA16Config(block_m, 2 * BLOCK_N, split, 8, 3 if arch == 80 and num_bits == 4 else 2)
+        stages = stages if arch == 80 else 2
+        if num_bits <= 4:
+            return WNA16Config(block_m, 2 * BLOCK_N, split, 8, min(stages, 3))
     return WNA16Config(block_m, BLOCK_N, split, 4, stages)
 
 

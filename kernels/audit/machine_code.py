@@ -1,9 +1,7 @@
 """What a compiled kernel's machine code shows: resources, tensor cores, and work a loop pass.
 
 CUDA's is read with `cuobjdump` and `nvdisasm`, which Triton brings, HIP's is Triton's own text. The
-loop is the longest run of instructions that ends in a conditional jump back to its start and in
-which matrices are multiplied; where nothing is multiplied, the longest of all. (Unconditional jumps
-back lead out of waits that the compiler has moved to the end.)
+loop is the longest in which matrices are multiplied (`loops.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 from ..triton_ops.launch import Launch, Target
 from .compile import signature_of
 from .dataflow import GlobalLoad, llir_loads, ptx_loads
+from .loops import longest_loop
 
 
 class MachineCode(NamedTuple):
@@ -37,7 +36,6 @@ class MachineCode(NamedTuple):
 
 _LABEL = re.compile(r"^(\.[\w.$]+):")
 _CUDA_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(.*?)\s*;")
-_BACK = re.compile(r"(?:@\S+ BRA|BRA\S* !?U?P\d|s_cbranch)")
 _HIP_INSTRUCTION = re.compile(r"^\s+([a-z]\w+\b[^;]*)")
 _MATRIX = re.compile(r"^(?:[A-Z0-9]*MMA|v_mfma)")
 _CONVERSION = re.compile(r"^(?:I2F|v_cvt_(?:f32|f16)_[iu])")
@@ -61,7 +59,7 @@ def read_machine_code(compiled: Any, launch: Launch, target: Target) -> MachineC
             _metadata(text, key)
             for key in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         )
-    loop = _loop(lines)
+    loop = longest_loop(lines, _MATRIX.match)
     return MachineCode(
         registers, compiled.metadata.shared, stack, spills, "\n".join(lines),
         _by_argument(loads, arguments),
@@ -123,18 +121,3 @@ def _metadata(text: str, key: str) -> int:
     found = re.search(rf"\.{key}:\s*(\d+)", text)
     assert found is not None, key
     return int(found[1])
-
-
-def _loop(lines: list[str]) -> list[str]:
-    """The instructions of the longest loop with a matrix product, or without where none has one."""
-    starts = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
-    loops = []
-    for i, line in enumerate(lines):
-        if _BACK.match(line) is None:
-            continue
-        jump = re.search(r"\.[A-Z][\w.$]*\d", line)
-        if jump is not None and starts.get(jump[0], i) < i:
-            body = [x for x in lines[starts[jump[0]] : i] if not x.endswith(":")]
-            multiplies = any(_MATRIX.match(x) for x in body)
-            loops.append((multiplies, len(body), body))
-    return max(loops, key=lambda found: found[:2])[2] if loops else []

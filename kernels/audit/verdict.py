@@ -73,6 +73,8 @@ def _judge(
     faults += [f"loads {o} {w} bits at a time" for o, w in widths.items() if w < WIDE_BITS]
     threads = launch.warps.num_warps * (64 if TARGETS[target].backend == "hip" else 32)
     codes = bars.codes_in_loop(launch) / threads if bars.codes_in_loop else 0
+    if codes and not code.loop_logic:
+        faults.append("shows no loop in which codes are unpacked")
     conversions = code.loop_conversions / codes if codes else 0.0
     logic = code.loop_logic / codes if codes else 0.0
     if bars.max_logic is not None and TARGETS[target].backend == "cuda":
