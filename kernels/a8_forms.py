@@ -20,8 +20,6 @@ def a8_config(rows: int, out_features: int, tiles: int, floats: bool, arch: int 
         small = rows <= 16
         split = parts_of_k(out_features, tiles, programs=2 if small else 1)
         return A8Config(16 if small else 64, BLOCK_N, split, 4, 2 if narrow else 5 if small else 4)
-    if rows > 256 and arch == 90:  # on the others int32 sums of this tile spill
-        return A8Config(256, 128, 1, 8, 4)
     return A8Config(128, 128, 1, 8, 2 if narrow else 4)
 
 
