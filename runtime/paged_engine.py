@@ -26,7 +26,7 @@ from .models.families import decline_decoder
 from .request import Request
 from .sampler import SamplingBatch, sample, sampling_batch, uniform
 from .scheduling.config import KVKind, SchedulerConfig
-from .scheduling.plan import SequenceRun, StepPlan
+from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState
 from .scheduling.stats import SchedulerStats
@@ -113,7 +113,8 @@ class PagedEngine:
             return []
         asked = [run for run in plan.runs if run.num_logits]
         requests = [by_id[run.sequence.request.request_id] for run in asked]
-        tokens = self._sample(self._logits(plan, asked), requests) if asked else []
+        logits = self._logits(plan)  # keys and values are stored even where nothing is asked
+        tokens = self._sample(logits, requests) if asked else []
         new = iter(tokens)
         self._scheduler.update(plan, [[next(new)] if run.num_logits else [] for run in plan.runs])
         for run, request, token in zip(asked, requests, tokens, strict=True):
@@ -124,7 +125,7 @@ class PagedEngine:
         return requests
 
     @torch.inference_mode()
-    def _logits(self, plan: StepPlan, asked: list[SequenceRun]) -> Tensor:
+    def _logits(self, plan: StepPlan) -> Tensor:
         """[asked, vocabulary] after the last token of each run that is asked for one."""
         copy_blocks(self._pools, self._decoder.kinds, plan.copies)
         tables = zip(*(run.block_tables for run in plan.runs), strict=True)
@@ -135,7 +136,7 @@ class PagedEngine:
         )  # fmt: skip
         ends = itertools.accumulate(query_lens)
         rows = [end - 1 for end, run in zip(ends, plan.runs, strict=True) if run.num_logits]
-        at = torch.tensor(rows, device=self.loaded.device)
+        at = torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
         hidden = self._decoder(step.token_ids, self._pools, step.batches, step.new, at)
         return self._decoder.logits(hidden)
 

@@ -51,7 +51,7 @@ class StepPlanner:
         """Plan the next tokens of a running request; False when it had to give up its blocks."""
         sequences = request.sequences
         self._owed -= len(sequences)
-        if request.lockstep and all(s.num_to_run == 1 for s in sequences):
+        if request.lockstep and self._are_level(request):
             return self._schedule_beams(request)
         left, begun = len(sequences), False
         for sequence in sequences:
@@ -74,6 +74,13 @@ class StepPlanner:
                 self._preempt(request)
                 return False
         return True
+
+    def _are_level(self, request: RequestState) -> bool:
+        """Whether all beams have one token to run, as far as the prefix cache has the others."""
+        for beam in request.sequences:
+            if beam.num_to_run > 1:
+                self._reuse(beam)
+        return all(beam.num_to_run == 1 for beam in request.sequences)
 
     def _schedule_beams(self, request: RequestState) -> bool:
         """All beams take their next token in one step, or none does."""
