@@ -387,3 +387,10 @@ def test_a_step_makes_as_many_calls_whether_nobody_or_many_wait() -> None:
 def test_sixteen_requests_of_128_and_128_tokens_waste_under_4_percent_of_the_slots() -> None:
     config = SchedulerConfig((KVKind(1000),), 16, 16)
     assert trace_waste(equal_requests(), config)["waste"] < WASTE_TARGET
+
+
+def test_beams_whose_prompt_is_known_whole_run_at_once() -> None:
+    served = Served(SMALL, [ask("a1", 16)])
+    served.finish()
+    served.scheduler.add(ask("a2", 16, lockstep=True))
+    assert [(r.start, r.end, r.num_logits) for r in served.step().runs] == [(15, 16, 1)]
