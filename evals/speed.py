@@ -76,7 +76,13 @@ def decode_speed(folder: str | Path, plan: SpeedPlan, device: str = "auto") -> D
 
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    llm = LLM(str(folder), device=device, dtype=plan.dtype, kv_cache_dtype=plan.kv)
+    llm = LLM(
+        str(folder),
+        device=device,
+        dtype=plan.dtype,
+        kv_cache_dtype=plan.kv,
+        enable_prefix_caching=False,  # repeats would find their prompt there
+    )
 
     def run(tokens: int) -> Any:
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

@@ -15,6 +15,7 @@ al. (arXiv:2108.12409).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -154,6 +155,7 @@ def attention_problem(
     )
 
 
+@functools.cache
 def attention_kernels() -> tuple[AttentionKernel, ...]:
     """The dispatch table, best first. The last one accepts everything."""
     from .attention_cpu import SDPA_CPU

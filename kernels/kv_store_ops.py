@@ -7,6 +7,7 @@ rounded once, where the result is kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -95,6 +96,7 @@ def kv_store_reference(
     return wide_q.to(q.dtype)
 
 
+@functools.cache
 def store_kernels() -> tuple[StoreKernel, ...]:
     """The dispatch table, best first. The last one accepts everything that can be stored."""
     from .kv_store_triton import TRITON

@@ -6,6 +6,7 @@ quotient to the model's dtype before it multiplies the weight: with bfloat16 the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -76,6 +77,7 @@ def gated_mul_reference(gate_up: Tensor, gate: Gate) -> Tensor:
     return (active * u).to(gate_up.dtype)
 
 
+@functools.cache
 def norm_kernels() -> tuple[NormKernels, ...]:
     """The dispatch table, best first. The last one accepts everything."""
     from .norm_cpu import TORCH_CPU

@@ -4,9 +4,8 @@ The layer loop hands over the linears of a layer with the Hessians of their inpu
 made, and the values that llama.cpp will read from them are what the rest of the model runs on. The
 float model runs beside: a linear's weight first makes up for how its input has moved from what it
 is there (passes/gptq.py, `corrected_weight`). A finished layer is written, so memory is that of one
-layer, its statistics and the hidden states. The embedding comes first (embedding.py): layers are
-calibrated on what it holds then. Other tensors outside the decoder layers, and those that are no
-linear's, are rounded by themselves.
+layer, its statistics and the hidden states.
+Tensors outside the decoder layers, and those that are no linear's, are rounded by themselves.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ from ..passes.gptq import Factor, corrected_weight, factor_hessian, output_energ
 from ..passes.settings import GPTQSettings
 from .blocks import CODECS, Codec
 from .blocks.scaled import ScaledCodec
-from .embedding import ReplacedSource, embedding_blocks, embedding_fisher
 from .encoding import Entry, encode
 from .export import Encoded, Encoder, ExportReport, Write, export_gguf
 from .gptq import block_order, gguf_gptq
 from .imatrix_run import Settings, open_with_rows
-from .mix import EMBEDDING
 
 SETTINGS = GPTQSettings(input_correction=0.5)  # more gains little, and loses where rows are few
 SWEEPS = 4  # later looks at every code
-MOST_EMBEDDING_BITS = 6.0  # a weight: with more, rounding loses next to nothing
 
 
 def export_gptq(
@@ -70,52 +66,12 @@ def layer_by_layer(
     """An encoder that calibrates on `rows`, token ids int64 [rows, seq]."""
 
     def run(entries: Sequence[Entry], write: Write) -> Encoded:
-        places = _places(model, entries)
-        embedding = _solved_embedding(model, checkpoint, entries, rows)
-        stored = model if embedding is None else _with_embedding(model, embedding.values)
-        worker = BlockWorker(stored, checkpoint, entries, places, write, embedding)
-        run_layers(stored, rows, worker, batch_size=batch_size, float_model=model)
+        worker = BlockWorker(model, checkpoint, entries, write)
+        run_layers(model, rows, worker, batch_size=batch_size)
         worker.write_rest()
         return Encoded(worker.solved, worker.warnings())
 
     return run
-
-
-class SolvedEmbedding(NamedTuple):
-    """The embedding's blocks uint8 [tokens, bytes], their values as the model has them, and their
-    error as a share of the weight's own energy."""
-
-    entry: Entry
-    blocks: Tensor
-    values: Tensor
-    error: float
-
-
-def _solved_embedding(
-    model: LayeredModel, checkpoint: Checkpoint, entries: Sequence[Entry], rows: Tensor
-) -> SolvedEmbedding | None:
-    """None where the embedding is the output matrix too, or has a type that GPTQ does not know or
-    that rounding loses little in."""
-    entry = next(e for e in entries if e.planned.name == EMBEDDING)
-    codec, target = entry.planned.codec, entry.target
-    if model.head is None or not issubclass(codec, ScaledCodec):
-        return None
-    if 8 * codec.nbytes / codec.block > MOST_EMBEDDING_BITS:
-        return None
-    weight = checkpoint.shards.get(f"{entry.modules[0]}.weight").to(model.device, torch.float32)
-    placed = target.place(weight)
-    fisher = embedding_fisher(model, rows)
-    blocks, errors = embedding_blocks(placed, fisher, codec, SETTINGS, SWEEPS)
-    error = float(errors.sum()) / max(float(output_energy(placed, fisher).sum()), 1e-30)
-    return SolvedEmbedding(entry, blocks.cpu(), target.take(codec.decode(blocks)), error)
-
-
-def _with_embedding(model: LayeredModel, values: Tensor) -> LayeredModel:
-    """The model with other values in its embedding."""
-    module = model.model.get_input_embeddings()
-    name = next(name for name, m in model.model.named_modules() if m is module)
-    source = ReplacedSource(model.shards, {model.tensor_name(f"{name}.weight"): values})
-    return LayeredModel(model.folder, model.dtype, model.device, source, model.config)
 
 
 class Place(NamedTuple):
@@ -132,13 +88,7 @@ class BlockWorker(LayerWorker):
     """
 
     def __init__(
-        self,
-        model: LayeredModel,
-        checkpoint: Checkpoint,
-        entries: Sequence[Entry],
-        places: dict[str, Place],
-        write: Write,
-        embedding: SolvedEmbedding | None,
+        self, model: LayeredModel, checkpoint: Checkpoint, entries: Sequence[Entry], write: Write
     ) -> None:
         self._model, self._checkpoint, self._write = model, checkpoint, write
         self._pending = deque(entries)
@@ -148,7 +98,7 @@ class BlockWorker(LayerWorker):
         self._rounded: list[str] = []  # for want of tokens
         self._unknown: set[str] = set()  # tensors of types that GPTQ does not know
         self._dropped = 0
-        self._places, self._embedding = places, embedding
+        self._places = _places(model, entries)
         self.solved: dict[str, float] = {}
 
     @property
@@ -264,10 +214,6 @@ class BlockWorker(LayerWorker):
         self._blocks[entry.modules[index]] = blocks.cpu()
 
     def _hand_over(self, entry: Entry) -> None:
-        if self._embedding is not None and entry is self._embedding.entry:
-            self._write(entry, self._embedding.blocks, None)
-            self.solved[entry.planned.name] = self._embedding.error
-            return
         found = [self._blocks.pop(module, None) for module in entry.modules]
         made = [blocks for blocks in found if blocks is not None]
         if entry.target.part != "weight" or not made:
