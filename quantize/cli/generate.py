@@ -94,7 +94,8 @@ def _as_object(llm: LLM, result: RequestOutput) -> dict[str, Any]:
 def _describe(llm: LLM) -> str:
     """Device, dtype, and a line for each kind of packed linear: its kernel and why not another."""
     lines = [f"{type(llm.model).__name__} on {llm.device} in {str(llm.dtype)[6:]}"]
-    lines.append(f"  KV cache: {llm.kv_cache}")
+    why = f" (the paged one {llm.engine_declined})" if llm.engine_declined else ""
+    lines.append(f"  {llm.engine} engine{why}, KV cache: {llm.kv_cache}")
     kinds: dict[str, list[int]] = {}
     for report in llm.linear_report():
         p = report.problem
