@@ -46,9 +46,7 @@ def plan(
     """
     from ..planning.make import plan as make_plan
 
-    report = make_plan(
-        model_path(model), chosen, out, device, overwrite, timed=not no_timing
-    )
+    report = make_plan(model_path(model), chosen, out, device, overwrite, timed=not no_timing)
     if as_json:
         print_json(as_plain(report))
         return

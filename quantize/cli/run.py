@@ -73,7 +73,6 @@ def _show(result: RunResult, as_json: bool) -> None:
         })  # fmt: skip
         return
     if result.budget is not None:
-
         from .budget_table import choice_table, frontier_table
 
         console = terminal(stderr=True)
