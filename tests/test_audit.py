@@ -76,6 +76,32 @@ def test_the_loop_is_a_natural_one():
     ]  # fmt: skip
 
 
+MOVED_WAIT = """
+.text.kernel:
+        /*0000*/               @P6 BRA `(.L_x_9) ;
+        /*0008*/               @P5 EXIT ;
+.L_x_1:
+        /*0010*/                   LOP3.LUT R1, R2, 0xf, R3, 0xea, !PT ;
+        /*0020*/                   BRA.DIV ~URZ, `(.L_x_8) ;
+.L_x_2:
+        /*0030*/                   HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24 ;
+        /*0040*/               @P0 BRA `(.L_x_1) ;
+.L_x_9:
+        /*0050*/                   EXIT ;
+.L_x_8:
+        /*0060*/                   SYNCS R1 ;
+        /*0070*/              @!P1 BRA `(.L_x_8) ;
+        /*0080*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_nothing_leads_on_from_the_end_of_a_kernel():
+    """A wait that was moved behind it is entered from the loop alone, and is a part of it."""
+    assert [x.split()[0] for x in longest_loop(_cuda_lines(MOVED_WAIT), _MATRIX.match)] == [
+        "LOP3.LUT", "BRA.DIV", "HGMMA.64x16x16.F32", "@P0", "SYNCS", "@!P1", "BRA",
+    ]  # fmt: skip
+
+
 def test_a_signature_is_what_triton_would_specialize_on():
     class Kernel:
         arg_names = ("x_ptr", "bias_ptr", "M", "N", "K", "eps", "BLOCK")

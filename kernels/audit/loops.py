@@ -1,8 +1,8 @@
 """Loops of machine code: natural loops of its control flow graph.
 
-A jump back alone does not make one: compilers move waits to the end of a kernel, from where a jump
-leads back into the middle of a loop. A loop is a jump to a block that every way to the jump leads
-through, and the blocks that reach the jump without it.
+A jump back alone does not make one: compilers move waits behind the instruction that ends a
+kernel, from where a jump leads back into the middle of a loop. A loop is a jump to a block that
+every way to the jump leads through, and the blocks that reach the jump without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable
 
 _BRANCH = re.compile(r"(?:@\S+ )?BRA|s_c?branch")
-_CONDITIONAL = re.compile(r"@\S+ BRA|BRA\S* !?U?P\d|s_cbranch")
+_CONDITIONAL = re.compile(r"@\S+ BRA|BRA\.DIV|BRA\S* !?U?P\d|s_cbranch")
+_END = re.compile(r"EXIT|RET|BPT|s_endpgm")  # without a predicate: nothing follows
 _TARGET = re.compile(r"\.[A-Z][\w.$]*\d")
 
 
@@ -42,7 +43,7 @@ def _blocks(lines: list[str]) -> list[tuple[set[str], list[str]]]:
             blocks[-1][0].add(line[:-1])
             continue
         blocks[-1][1].append(line)
-        if _BRANCH.match(line):
+        if _BRANCH.match(line) or _END.match(line):
             blocks.append((set(), []))
     return blocks
 
@@ -52,7 +53,8 @@ def _successors(blocks: list[tuple[set[str], list[str]]]) -> list[set[int]]:
     after: list[set[int]] = []
     for i, (_, instructions) in enumerate(blocks):
         last = instructions[-1] if instructions else ""
-        following = {i + 1} if i + 1 < len(blocks) else set()
+        ends = i + 1 == len(blocks) or _END.match(last) is not None
+        following = set() if ends else {i + 1}
         if _BRANCH.match(last):
             target = _TARGET.search(last)
             jumped = {at[target[0]]} if target is not None and target[0] in at else set()
@@ -65,7 +67,8 @@ def _dominators(after: list[set[int]]) -> list[set[int]]:
     """Of each block, those that every way to it from the first leads through."""
     every = set(range(len(after)))
     dominators = [{0}] + [set(every) for _ in after[1:]]
-    before = [{i for i in every if block in after[i]} for block in every]
+    reached = _reached(after)
+    before = [{i for i in reached if block in after[i]} for block in every]
     changed = True
     while changed:
         changed = False
@@ -75,6 +78,16 @@ def _dominators(after: list[set[int]]) -> list[set[int]]:
             changed |= now != dominators[block]
             dominators[block] = now
     return dominators
+
+
+def _reached(after: list[set[int]]) -> set[int]:
+    """The blocks that some way from the first leads to."""
+    reached, waiting = {0}, [0]
+    while waiting:
+        new = after[waiting.pop()] - reached
+        reached |= new
+        waiting += new
+    return reached
 
 
 def _body(head: int, tail: int, after: list[set[int]]) -> set[int]:

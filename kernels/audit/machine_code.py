@@ -96,14 +96,15 @@ def _output(tool: Path, *arguments: str) -> str:
 
 
 def _cuda_lines(text: str) -> list[str]:
-    """Labels and instructions in order, labels ending in a colon."""
+    """Labels, which end in a colon, and instructions in order; of those by which control leaves a
+    block with their predicates."""
     lines = []
     for line in text.splitlines():
         if (label := _LABEL.match(line)) is not None:
             lines.append(label[1] + ":")
         elif (instruction := _CUDA_INSTRUCTION.match(line)) is not None:
-            jump = instruction[2].startswith("BRA") and instruction[1]
-            lines.append(f"{instruction[1].strip()} {instruction[2]}" if jump else instruction[2])
+            leaves = instruction[2].startswith(("BRA", "EXIT", "RET")) and instruction[1]
+            lines.append(f"{instruction[1].strip()} {instruction[2]}" if leaves else instruction[2])
     return lines
 
 

@@ -24,7 +24,7 @@ from ..kv_quant import KVFormat, rotate_heads
 from ..paged_kv import BlockPool, PoolForm
 from .attention_combine import combine
 from .checks import check_tensor
-from .launch import Warps, launch, launch_backend
+from .launch import Warps, launch, launch_arch, launch_backend
 from .paged_attention_kernel import attention_kernel
 from .tiles import padded
 
@@ -44,9 +44,12 @@ class AttentionTiles(NamedTuple):
     warps: Warps
 
 
-def default_tiles(form: Form, keys: PoolForm, values: PoolForm, heads: int) -> AttentionTiles:
-    """The shipped configuration for `heads` query heads. What is dequantized before the product
-    takes registers, of which more warps have more."""
+def default_tiles(
+    form: Form, keys: PoolForm, values: PoolForm, heads: int, arch: int | str = 0
+) -> AttentionTiles:
+    """The shipped configuration for `heads` query heads on `arch` (`launch_arch`). What is
+    dequantized before the product takes registers, of which more warps have more; so do both
+    operands before Hopper, which multiplies out of shared memory."""
     rows = max(16, padded(heads // keys.kv_heads))
     wide = max(keys.head_dim, values.head_dim) > 128
     by_group = any(scales_of(p.fmt, p.head_dim) == "group" for p in (keys, values))
@@ -55,7 +58,8 @@ def default_tiles(form: Form, keys: PoolForm, values: PoolForm, heads: int) -> A
         return AttentionTiles(rows, 32 if wide or by_group else 64, 512, Warps(4, 2))
     if wide or packed:
         return AttentionTiles(max(rows, 64), 32, 0, Warps(8, 2))
-    return AttentionTiles(max(rows, 64), 64, 0, Warps(4, 2))
+    wide = max(keys.head_dim, values.head_dim) > 64 and isinstance(arch, int) and 0 < arch < 90
+    return AttentionTiles(max(rows, 64), 32 if wide else 64, 0, Warps(4, 2))
 
 
 def paged_attention(
@@ -78,7 +82,7 @@ def paged_attention(
     if form is None:
         few = batch.max_query_len * group <= max(16, padded(group))
         form = "split" if few else "whole"
-    tiles = tiles or default_tiles(form, keys.form, values.form, heads)
+    tiles = tiles or default_tiles(form, keys.form, values.form, heads, launch_arch(q.device))
     if keys.fmt is not None and keys.fmt.rotate and not options.rotated_queries:
         q = rotate_heads(q.float()).to(q.dtype)
     out = q.new_empty(tokens, heads, values.head_dim)
