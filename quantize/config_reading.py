@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-import yaml
-
 from ..kernels.errors import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -38,6 +36,8 @@ def build(cls: type[T], data: Any, where: str, defaults: T | None = None) -> T:
 
 def read_yaml(text: str, where: str) -> Any:
     """What `text` says; UserError, which begins with `where`, when it is not YAML."""
+    import yaml  # here, so that help does not wait for it
+
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as e:

@@ -48,7 +48,13 @@ def test_json_is_one_object_and_says_what_was_asked(data: Path, story: str) -> N
     options = [*SMALL, "--stride", "32", "--bos", "each", "--dtype", "float32", "--device", "cpu"]
     result = run(model, "--base", base, "--text", story, *options, "--json")
     got = json.loads(result.stdout)
-    assert got["protocol"]["windowing"] == {"ctx": 64, "stride": 32, "bos": "each", "windows": 2}
+    assert got["protocol"]["windowing"] == {
+        "ctx": 64,
+        "stride": 32,
+        "bos": "each",
+        "windows": 2,
+        "skip": 0,
+    }
     assert got["protocol"]["text_sha256"] == load_text(story, "evaluation").sha256
     assert [(row["name"], row["path"]) for row in got["rows"]] == [("base", base), ("model", model)]
     padded = got["rows"][1]["divergence"]  # the same function: its MLP is padded by zeros
@@ -72,7 +78,13 @@ def test_defaults_follow_the_model_and_the_text(data: Path, tmp_path: Path) -> N
     short = tmp_path / "short.txt"
     short.write_text("Once upon a time there was a cat. " * 150, encoding="utf-8")
     got = json.loads(run(str(data / "stories260k"), "--text", str(short), "--json").stdout)
-    assert got["protocol"]["windowing"] == {"ctx": 512, "stride": 512, "bos": "none", "windows": 10}
+    assert got["protocol"]["windowing"] == {
+        "ctx": 512,
+        "stride": 512,
+        "bos": "none",
+        "windows": 10,
+        "skip": 0,
+    }
     tokens = len(load_tokenizer(data / "stories260k").tokenize(short.read_text()))
     assert 0 < got["protocol"]["windows"] == tokens // 512 < 10
 

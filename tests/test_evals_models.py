@@ -278,7 +278,13 @@ def test_json_holds_the_whole_protocol(report: Report, stories: Text) -> None:
     parsed = json.loads(report.to_json())
     protocol = parsed["protocol"]
     assert protocol["text_sha256"] == stories.sha256
-    assert protocol["windowing"] == {"ctx": 128, "stride": 128, "bos": "none", "windows": 3}
+    assert protocol["windowing"] == {
+        "ctx": 128,
+        "stride": 128,
+        "bos": "none",
+        "windows": 3,
+        "skip": 0,
+    }
     assert (protocol["windows"], protocol["scored_tokens"], protocol["positions"]) == (3, 381, 384)
     assert (protocol["base"], protocol["dtype"], protocol["seed"]) == ("original", "float32", None)
     versions = parsed["environment"]["packages"]
