@@ -84,7 +84,7 @@ def run_layers(
         head = model.head if model.head is not None and worker.wants(model.head) else None
         for number, name in enumerate(model.layers, 1):
             calls = [LayerCall(h, k[name]) for h, k in zip(states, kwargs, strict=True)]
-            read = head is not None or number < len(model.layers)  # by anything that follows
+            last = number == len(model.layers) and head is None and not worker.watches_layers
             with model.loaded(name) as layer:
                 float_calls = [
                     LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=follow)
@@ -97,11 +97,13 @@ def run_layers(
                         groups = observe_layer(name, layer, calls, transform, watch)
                         transform.apply(name, layer, groups, calls)
                     if order == "sequential" and not worker.whole_layers:
-                        states = _sequential(name, layer, calls, float_calls, worker, watch, read)
+                        states = _sequential(
+                            name, layer, calls, float_calls, worker, watch, not last
+                        )
                     else:
                         _observed(name, layer, calls, targets, worker, watch)
                     worker.finish(name, watch.guard.dropped)
-                if read and not states:
+                if not last and not states:
                     with worker.quantized_inputs(name, layer):
                         states = [forward_layer(layer, call) for call in calls]
             if number % LAYERS_A_TRIM == 0:

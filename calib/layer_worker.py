@@ -51,10 +51,13 @@ class LayerWorker(Wants, Protocol):
 
     transforms: what changes a layer's weights before. whole_layers: layers go to `quantize_layer`
     instead of their input groups to `quantize`, together with what the float model puts out there.
+    watches_layers: it looks at more of a layer's forward pass than the inputs of linears, while
+    `quantized_inputs` is open, so that each layer must be run to its end.
     """
 
     transforms: Sequence[LayerTransform] = ()
     whole_layers: bool = False
+    watches_layers: bool = False
 
     def begin(self, layer_name: str, layer: nn.Module) -> None:
         """Called with each loaded layer that is not finished, before all else."""

@@ -58,7 +58,7 @@ class PassWorker(LayerWorker):
         self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
         self._kept: dict[str, Quantized] = {}  # of the layer at work
         self._layer = ""
-        self._cache = None
+        self._cache, self.watches_layers = None, cache is not None
         if cache is not None:
             settings = cache.kv_cache
             self._cache = KVObserver(settings.spec, settings, model.config)
