@@ -15,7 +15,10 @@ from .small_disk import SmallDisk
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without a GPU Triton kernels run in its interpreter, chosen as they are imported."""
+    """One thread where OMP_NUM_THREADS names no other number: for products as small as the tests',
+    threads spin longer for each other than they work, many times so on a busy machine. Without a
+    GPU Triton kernels run in its interpreter, chosen as they are imported."""
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
 
