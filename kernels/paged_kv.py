@@ -8,10 +8,12 @@ A slot is the place of one token: block * block_size + its offset in the block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,22 +112,31 @@ def new_pool(
     """
     shape = (blocks, kv_heads, block_size)
     if fmt is None:
-        return BlockPool(torch.zeros(*shape, head_dim, dtype=dtype, device=device))
+        return BlockPool(_zeros((*shape, head_dim), dtype, device))
     if head_dim % 8:
         raise UserError(
             f"a quantized KV pool needs heads of a multiple of 8 channels, got {head_dim}; "
             "keep the cache in the model's dtype"
         )
     width = head_dim // 8 * sum(plane_widths(fmt.num_bits))
-    codes = torch.zeros(*shape, width, dtype=torch.uint8, device=device)
+    codes = _zeros((*shape, width), torch.uint8, device)
     if fmt.axis == "static":
         if static_scale is None:
             raise UserError("a KV format with static scales needs them: none were given")
         scales = static_scale.float().reshape(-1).expand(kv_heads)
         return BlockPool(codes, fmt, static_scale=scales.contiguous().to(device))
     part = _scale_shape(fmt, shape, head_dim)
-    scale = torch.zeros(part, dtype=SCALE_DTYPE, device=device)
-    return BlockPool(codes, fmt, scale, None if fmt.symmetric else torch.zeros_like(scale))
+    scale, offset = (_zeros(part, SCALE_DTYPE, device) for _ in range(2))
+    return BlockPool(codes, fmt, scale, None if fmt.symmetric else offset)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros. On a CPU they take memory where they are written to alone: torch would write them all,
+    numpy asks the system for pages that are zero."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 def _scale_shape(fmt: KVFormat, shape: tuple[int, int, int], head_dim: int) -> tuple[int, ...]:
