@@ -18,7 +18,7 @@ from torch import Tensor
 from .dispatch import Choice, choose
 from .kv_quant import rotate_heads
 from .norm_ops import rms_norm_reference, wide_float
-from .paged_kv import BlockPool, PoolForm, Step, write_slots
+from .paged_kv import BlockPool, PoolForm, Step, places_of, write_slots
 from .rotary import Rotary, rotate_positions
 
 
@@ -91,8 +91,10 @@ def kv_store_reference(
         wide_q, wide_k = both.split([q.shape[1], k.shape[1]], 1)
     if options.rotate_queries and keys.fmt is not None and keys.fmt.rotate:
         wide_q = rotate_heads(wide_q)
-    write_slots(keys, wide_k, tokens.slots)
-    write_slots(values, v, tokens.slots)
+    for pool, x in ((keys, wide_k), (values, v)):
+        size = pool.block_size
+        places = tokens.once(("places", size), lambda size=size: places_of(tokens.slots, size))
+        write_slots(pool, x, tokens.slots, places)
     return wide_q.to(q.dtype)
 
 

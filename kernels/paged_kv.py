@@ -149,8 +149,25 @@ def _scale_shape(fmt: KVFormat, shape: tuple[int, int, int], head_dim: int) -> t
     return (*shape[:2], shape[2] // fmt.group, head_dim)
 
 
-def write_slots(pool: BlockPool, x: Tensor, slots: Tensor) -> None:
-    """Quantize x [tokens, kv_heads, head_dim] into `slots`, int64 [tokens]; -1 is left out.
+class Places(NamedTuple):
+    """Where `tokens` (int64; None: all) of a step go: int64, block and offset in it of each."""
+
+    tokens: Tensor | None
+    block: Tensor
+    offset: Tensor
+
+
+def places_of(slots: Tensor, block_size: int) -> Places:
+    """Of slots int64 [tokens]; -1 is left out."""
+    kept = slots >= 0
+    tokens = None if bool(kept.all()) else kept.nonzero().squeeze(1)
+    slots = slots if tokens is None else slots[tokens]
+    return Places(tokens, slots // block_size, slots % block_size)
+
+
+def write_slots(pool: BlockPool, x: Tensor, slots: Tensor, places: Places | None = None) -> None:
+    """Quantize x [tokens, kv_heads, head_dim] into `slots`, int64 [tokens]; -1 is left out. places:
+    of the slots, where they are known.
 
     The definition of a store. Scales over groups of tokens cannot be written a token at a time:
     UserError.
@@ -160,9 +177,9 @@ def write_slots(pool: BlockPool, x: Tensor, slots: Tensor) -> None:
             "a KV format with scales over groups of tokens cannot be written a token at a time; "
             "choose one with scales for each token, such as int4_hadamard"
         )
-    kept = slots >= 0
-    slots, x = slots[kept], x[kept]
-    block, offset = slots // pool.block_size, slots % pool.block_size
+    tokens, block, offset = places or places_of(slots, pool.block_size)
+    if tokens is not None:
+        x = x[tokens]
     if pool.fmt is None:
         pool.codes[block, :, offset] = x.to(pool.codes.dtype)
         return
