@@ -112,11 +112,8 @@ class Engine:
     @torch.inference_mode()
     def _sample(self, batch: _Batch, logits: Tensor) -> None:
         """Give every row its next token."""
-        check_finite(logits, self.loaded.dtype)
-        uniforms = [0.0 if r.params.temperature == 0 else uniform(r.seed, len(r.token_ids))
-                    for r in batch.requests]  # fmt: skip
-        tokens = sample(logits, batch.sampling, uniforms)
-        for request, token in zip(batch.requests, tokens.tolist(), strict=True):
+        tokens = next_tokens(logits, batch.requests, batch.sampling, self.loaded.dtype)
+        for request, token in zip(batch.requests, tokens, strict=True):
             request.append(token)
 
     def _count_decode(self, requests: list[Request], seconds: float) -> None:
@@ -126,13 +123,19 @@ class Engine:
             request.decode_seconds += seconds
 
 
-def check_finite(logits: Tensor, dtype: torch.dtype) -> None:
-    """UserError where logits [rows, vocabulary] of a model that runs in `dtype` are not finite."""
+def next_tokens(
+    logits: Tensor, requests: list[Request], sampling: SamplingBatch, dtype: torch.dtype
+) -> list[int]:
+    """The next token of each of `requests` from logits [rows, vocabulary]; sampling: theirs.
+    UserError where the logits of a model that runs in `dtype` are not finite."""
     if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
         raise UserError(
             f"the model's logits are not finite in {dtype}: its weights are damaged or its "
             "activations overflow; try dtype float32"
         )
+    uniforms = [0.0 if r.params.temperature == 0 else uniform(r.seed, len(r.token_ids))
+                for r in requests]  # fmt: skip
+    return sample(logits, sampling, uniforms).tolist()
 
 
 class _Batch:

@@ -10,7 +10,7 @@ from ..kernels.errors import UserError
 from ..kernels.kv_quant import KVFormat
 from ..kernels.paged_kv import BlockPool, new_pool
 from ..quantize.checkpoint.kv_config import KVStorage
-from .kv_formats import NONE_STORED, kv_format
+from .kv_formats import kv_format, layer_kv
 from .models.decoder import DecoderLayer, KVPools
 from .scheduling.plan import BlockCopy
 
@@ -40,8 +40,8 @@ def layer_pools(
 ) -> KVPools:
     """Empty pools of layer number `index`; dtype: of what is not quantized. UserError where the
     format does not suit its heads or lacks its scales."""
-    stored = kv if kv is not None and index not in kv.spec.skip_layers else None
-    scales = NONE_STORED if stored is None else stored.scales.get(index, NONE_STORED)
+    like = torch.empty(0, layer.kv_heads, 0, layer.head_dim, device=device)
+    stored = None if kv is None else layer_kv(kv, index, like, like)
 
     def pool(fmt: KVFormat | None, scale: torch.Tensor | None) -> BlockPool:
         return new_pool(
@@ -50,11 +50,7 @@ def layer_pools(
 
     if stored is None:
         return KVPools(pool(None, None), pool(None, None))
-    spec, of = stored.spec, layer.head_dim
-    return KVPools(
-        pool(spec.key and kv_format(spec.key, spec.rotate_key, of), scales.key),
-        pool(spec.value and kv_format(spec.value, spec.rotate_value, of), scales.value),
-    )
+    return KVPools(pool(stored.key, stored.scales.key), pool(stored.value, stored.scales.value))
 
 
 def copy_blocks(

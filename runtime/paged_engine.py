@@ -18,13 +18,13 @@ from torch import Tensor
 from ..kernels.errors import UserError
 from ..quantize.checkpoint.kv_config import KVStorage
 from ..quantize.planning.machine import available_bytes
-from .engine import EngineStats, check_finite
+from .engine import EngineStats, next_tokens
 from .kv_pools import copy_blocks, decline_paged, layer_pools
 from .loader import LoadedModel
 from .models.decoder import Decoder, KVPools
 from .models.families import decline_decoder
 from .request import Request
-from .sampler import SamplingBatch, sample, sampling_batch, uniform
+from .sampler import SamplingBatch, sampling_batch
 from .scheduling.config import KVKind, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
@@ -142,13 +142,10 @@ class PagedEngine:
 
     @torch.inference_mode()
     def _sample(self, logits: Tensor, requests: list[Request]) -> list[int]:
-        check_finite(logits, self.loaded.dtype)
         if self._sampling is None or self._sampling[0] != requests:
             params = sampling_batch([r.params for r in requests], logits.device)
             self._sampling = requests, params
-        uniforms = [0.0 if r.params.temperature == 0 else uniform(r.seed, len(r.token_ids))
-                    for r in requests]  # fmt: skip
-        return sample(logits, self._sampling[1], uniforms).tolist()
+        return next_tokens(logits, requests, self._sampling[1], self.loaded.dtype)
 
     def _count(self, plan: StepPlan, by_id: dict[str, Request], seconds: float) -> None:
         """Share the step's seconds out: what prompts took by their tokens, the rest is decoding."""
