@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_quant import KVFormat
 from ..kv_store_ops import NewTokens, StoreOptions
 from ..paged_kv import BlockPool
 from .checks import check_tensor
 from .kv_store_device import load_head, store_head
 from .launch import Warps, launch
-from .paged_attention import check_pool, scales_of
+from .paged_attention import check_pool, pool_args, pool_constants
 from .shim import jit, tl
 from .tiles import padded
 
@@ -107,8 +106,8 @@ def kv_store(
         "sin_ptr": rotary and rotary.sin,
         "q_weight_ptr": norm and norm.q_weight,
         "k_weight_ptr": norm and norm.k_weight,
-        **_pool_args("k", keys),
-        **_pool_args("v", values),
+        **pool_args("k", keys, "kc"),
+        **pool_args("v", values, "vc"),
         "tokens": n,
         "heads": heads,
         "kv_heads": kv_heads,
@@ -135,30 +134,12 @@ def kv_store(
     return out
 
 
-def _pool_args(side: str, pool: BlockPool) -> dict[str, Any]:
-    codes, scale = pool.codes.stride(), pool.scale.stride() if pool.scale is not None else (0,) * 4
-    return {
-        f"{side}c_ptr": pool.codes,
-        f"{side}_scale_ptr": pool.scale,
-        f"{side}_offset_ptr": pool.offset,
-        f"{side}_static_ptr": pool.static_scale,
-        **{f"{side}c_{axis}": codes[i] for i, axis in enumerate(("block", "head", "slot"))},
-        **{f"{side}s_{axis}": scale[i] for i, axis in enumerate(("block", "head", "slot"))},
-    }
-
-
 def _pool_constants(side: str, pool: BlockPool) -> dict[str, Any]:
-    fmt: KVFormat | None = pool.fmt
-    head_dim, bits = pool.head_dim, 16 if fmt is None else fmt.num_bits
+    fmt, head_dim = pool.fmt, pool.head_dim
     return {
-        f"{side}_BITS": bits,
-        f"{side}_FP8": fmt is not None and fmt.kind == "float",
-        f"{side}_SCALES": scales_of(fmt, head_dim),
-        f"{side}_GROUP": 1 if fmt is None else max(1, fmt.group),
-        f"{side}_OFFSETS": pool.offset is not None,
+        **pool_constants(side, pool, 1),
         f"{side}_CLIP": 1.0 if fmt is None else fmt.clip,
         f"{side}_ROTATION": head_dim & -head_dim if fmt is not None and fmt.rotate else 1,
-        f"{side}_PAD": padded(head_dim // 2 if bits == 4 else head_dim),
     }
 
 

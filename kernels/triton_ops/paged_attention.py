@@ -113,8 +113,8 @@ def _launch(
     row_tiles = seqs if one_tile else tokens // (tiles.block_m // group) + seqs
     args = {
         "q_ptr": q,
-        **_pool_args("k", keys),
-        **_pool_args("v", values),
+        **pool_args("k", keys, "k"),
+        **pool_args("v", values, "v"),
         "table_ptr": batch.block_tables,
         "context_ptr": batch.context_lens,
         "cu_ptr": batch.cu_seqlens_q,
@@ -141,8 +141,8 @@ def _launch(
         "BLOCK_N": tiles.block_n,
         "SPLIT": tiles.split,
         "ONE_TILE": one_tile,
-        **_pool_constants("K", keys),
-        **_pool_constants("V", values),
+        **pool_constants("K", keys, 16),
+        **pool_constants("V", values, 16),
         "WINDOW": options.sliding_window is not None,
         "SOFTCAP": options.softcap is not None,
         "SINKS": options.sinks is not None,
@@ -153,19 +153,23 @@ def _launch(
     launch(attention_kernel, grid, args, constants, tiles.warps)
 
 
-def _pool_args(side: str, pool: BlockPool) -> dict[str, Any]:
-    codes, scale = pool.codes.stride(), pool.scale.stride() if pool.scale is not None else (0,) * 4
+def pool_args(side: str, pool: BlockPool, codes: str) -> dict[str, Any]:
+    """Pointers and strides of the pool called `side` in a kernel, and its codes `codes`."""
+    strides = pool.codes.stride()
+    scale = pool.scale.stride() if pool.scale is not None else (0,) * 4
+    axes = ("block", "head", "slot")
     return {
-        f"{side}_ptr": pool.codes,
+        f"{codes}_ptr": pool.codes,
         f"{side}_scale_ptr": pool.scale,
         f"{side}_offset_ptr": pool.offset,
         f"{side}_static_ptr": pool.static_scale,
-        **{f"{side}_{axis}": codes[i] for i, axis in enumerate(("block", "head", "slot"))},
-        **{f"{side}s_{axis}": scale[i] for i, axis in enumerate(("block", "head", "slot"))},
+        **{f"{codes}_{axis}": strides[i] for i, axis in enumerate(axes)},
+        **{f"{side}s_{axis}": scale[i] for i, axis in enumerate(axes)},
     }
 
 
-def _pool_constants(side: str, pool: BlockPool) -> dict[str, Any]:
+def pool_constants(side: str, pool: BlockPool, least: int) -> dict[str, Any]:
+    """What a kernel is compiled for; PAD: a power of two from `least` on that holds a row."""
     fmt, head_dim = pool.fmt, pool.head_dim
     bits = 16 if fmt is None else fmt.num_bits
     return {
@@ -174,7 +178,7 @@ def _pool_constants(side: str, pool: BlockPool) -> dict[str, Any]:
         f"{side}_SCALES": scales_of(fmt, head_dim),
         f"{side}_GROUP": 1 if fmt is None else max(1, fmt.group),
         f"{side}_OFFSETS": pool.offset is not None,
-        f"{side}_PAD": padded(max(16, head_dim // 2 if bits == 4 else head_dim)),
+        f"{side}_PAD": padded(max(least, head_dim // 2 if bits == 4 else head_dim)),
     }
 
 
