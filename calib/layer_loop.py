@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .layer_worker import InputGroup, LayerWorker
-from .memory import release_free_memory, share_one_arena
+from .memory import keep_freed_memory, release_free_memory
 from .model import LayerCall, LayeredModel, forward_layer
 from .observe import (
     SHIFT,
@@ -68,7 +68,7 @@ def run_layers(
         return
     assert set(worker.needs) <= set(STATISTICS), worker.needs
     if order == "sequential":
-        share_one_arena()
+        keep_freed_memory()
     with torch.inference_mode():
         batches = model.layer_calls(rows, batch_size)
         states = [next(iter(b.values())).hidden for b in batches]

@@ -9,22 +9,16 @@ import ctypes
 import functools
 import platform
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEPT_BYTES = 1 << 30  # free memory at the heap's top that is not handed back each time
 HEAP_BYTES = 1 << 25  # tensors up to this size (glibc's limit) come from the heap: no fresh pages
 
 
-def share_one_arena() -> None:
-    """Let all threads from now on allocate from malloc's one arena.
-
-    glibc gives each thread an arena of its own and keeps what was freed there. Batches that run in
-    threads by turns would each keep their temporaries resident, although one set is ever in use.
-    What one batch frees, the next one takes: clearing fresh pages in between would cost more than
-    the memory is worth.
-    """
+def keep_freed_memory() -> None:
+    """Let malloc keep what a batch frees for the next one: clearing fresh pages in between would
+    cost more than the memory is worth."""
     if _has_glibc():
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_ARENA_MAX, 1)
         libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
         libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
 

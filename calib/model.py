@@ -22,6 +22,7 @@ from ..kernels.errors import UserError
 from ..kernels.finite import all_finite
 from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
+from .causal_attention import use_causal_blocks
 from .config_sizes import check_sizes
 from .expert_shards import by_expert
 from .experts import check_experts_are_split, split_experts
@@ -65,6 +66,8 @@ class LayeredModel:
         self.model = build_on_meta(self.folder, self.config, dtype)
         split_experts(self.model)
         check_experts_are_split(self.model)
+        if dtype == torch.bfloat16 and self.device.type == "cpu":
+            use_causal_blocks(self.model)
         self.shards = by_expert(self.model, tensors)
         self.layers = find_decoder_layers(self.model)
         self.head = _untied_head(self.model)

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from .layer_worker import InputGroup, Wants
@@ -97,11 +96,7 @@ class Observer:
 
 
 def pausable_pass(layer: nn.Module, call: LayerCall) -> PausableCall[Tensor]:
-    def run() -> Tensor:
-        with torch.inference_mode():  # a thread has its own
-            return forward_layer(layer, call)
-
-    return PausableCall(run)
+    return PausableCall(lambda: forward_layer(layer, call))
 
 
 class FloatTwin:

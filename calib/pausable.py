@@ -2,76 +2,52 @@
 
 A model's forward pass cannot be left half-way from outside, and calibration wants just that: every
 batch has to reach a linear before its weight is decided, and then go on from there. So each batch's
-pass is a call in a thread of its own, and the threads take turns: exactly one runs at any time, in
-an order that the caller sets. They are coroutines for code that was not written as one, not
-parallelism.
+pass is a greenlet, a coroutine for code that was not written as one: it has a stack of its own and
+runs in the caller's thread. That it is the same thread matters: OpenMP keeps a team of threads for
+each thread that computes, and once those outnumber the cores, a team sleeps after each operation.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from greenlet import getcurrent, greenlet
 
 T = TypeVar("T")
 
 
-class _Closed(BaseException):
-    """Unwinds a paused call that will not go on; BaseException so that nothing swallows it."""
-
-
 class PausableCall(Generic[T]):
-    """`call` in a thread that runs only between `resume` and the next `pause` or the call's end."""
+    """`call`, run only between `resume` and the next `pause` or the call's end.
+
+    What a thread's state holds (inference mode, autocast) is the caller's too: a call that pauses
+    inside such a mode leaves the caller in it.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._running = self._closing = False
-        self._error: BaseException | None = None
-        self._result: list[T] = []
-        self._thread = threading.Thread(target=self._main, daemon=True)
-        self._thread.start()
+        self._call = greenlet(call)
 
     def resume(self) -> None:
         """Run to the next pause, or to the end. Raises what the call raises."""
-        self._running = True
-        self._go.release()
-        self._wait()
-        if self._error is not None:
-            raise self._error
+        self._switch()
 
     def pause(self) -> None:
         """From inside the call: stop until the next `resume`."""
-        self._stopped.release()
-        self._go.acquire()
-        if self._closing:
-            raise _Closed
+        caller = self._call.parent
+        assert caller is not None and getcurrent() is self._call, "only a running call can pause"
+        caller.switch()
 
     def finish(self) -> T:
         """Run to the end, which no pause may precede, and return what the call returns."""
-        self.resume()
-        assert self._result, "the call paused once more than it was expected to"
-        return self._result.pop()
+        result = self._switch()
+        assert self._call.dead, "the call paused once more than it was expected to"
+        return result
 
     def close(self) -> None:
         """Unwind the call where it stands; nothing when it has ended."""
-        if self._running:  # the caller was interrupted while it waited
-            self._wait()
-        self._closing = True
-        self._go.release()
-        self._thread.join()
+        self._call.parent = getcurrent()
+        self._call.throw()
 
-    def _wait(self) -> None:
-        self._stopped.acquire()
-        self._running = False
-
-    def _main(self) -> None:
-        self._go.acquire()
-        try:
-            if not self._closing:
-                self._result.append(self._call())
-        except _Closed:
-            pass
-        except BaseException as e:
-            self._error = e
-        self._stopped.release()
+    def _switch(self) -> T:
+        self._call.parent = getcurrent()
+        return self._call.switch()

@@ -32,8 +32,9 @@ class RowGuard:
         rows, seq = call.hidden.shape[:2]
         if x.ndim == 2 and len(x) == rows * seq:
             x = x.reshape(rows, seq, -1)
-        # a sum is finite when all its terms are; float32, where a sum of float16 cannot overflow
-        finite = torch.isfinite(x.flatten(1).sum(1, dtype=torch.float32))
+        # a sum is finite when all its terms are, where the sum of as many cannot overflow
+        wide = torch.float32 if x.dtype == torch.float16 else x.dtype
+        finite = torch.isfinite(x.flatten(1).sum(1, dtype=wide))
         if bool(finite.all()):
             return x
         if x.ndim == 3:

@@ -6,17 +6,16 @@ Each is keyed by the input, not by the linear: linears that share an input share
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.triangular import mirror_upper_
+from .float32_products import float32_products
 
 TOKENS_A_BATCH = 128  # kept by TokenSample
-STRIPS = 6  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
+STRIPS = 8  # a wide Gram matrix is computed in strips, each from its diagonal block rightwards
 WIDE = 512  # columns from which strips save more than their smaller products cost
 TOKENS_A_CHUNK = 16384  # tokens converted to float32 at once
 
@@ -69,25 +68,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, bfloat16_values: bool = Fal
     float32, and a CPU's bfloat16 instructions, which sum in float32, do the same in half the time.
     """
     with (
-        _float32_products("bf16" if bfloat16_values else "ieee"),
+        float32_products("bf16" if bfloat16_values else "ieee"),
         torch.autocast(a.device.type, enabled=False),
     ):
         total.addmm_(a.T, b)
-
-
-@contextmanager
-def _float32_products(on_cpu: str) -> Iterator[None]:
-    """Products of float32 matrices as they are on a GPU, and on a CPU as "ieee" or "bf16" say."""
-    backends: Any = torch.backends  # whose type stubs lack them
-    settings = {backends.mkldnn.matmul: on_cpu, backends.cuda.matmul: "ieee"}
-    before = {setting: setting.fp32_precision for setting in settings}
-    try:
-        for setting, precision in settings.items():
-            setting.fp32_precision = precision
-        yield
-    finally:
-        for setting, precision in before.items():
-            setting.fp32_precision = precision
 
 
 class InputShift:

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from tqdm import tqdm
 
+from ..calib.memory import keep_freed_memory
 from ..calib.text import Text, load_tokenizer, tokenize
 from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
@@ -133,6 +134,7 @@ def _tally(
     nll = {name: NllTally() for name in scorers}
     kld = {name: DivergenceTally() for name in others if base is not None}
     steps = len(windows) * len(scorers)
+    keep_freed_memory()
     with tqdm(total=steps, desc="measuring", unit="window", disable=None) as bar:
         for window in windows:
             reference = None

@@ -20,7 +20,7 @@ from .windows import Window
 Scorer = Callable[[Tensor], Tensor]
 """Token ids int64 [1, T] to logits [T, V]; a fresh tensor, which the caller may overwrite."""
 
-CHUNK = 256  # positions
+CHUNK = 64  # positions; of a large vocabulary, what malloc still keeps for the next chunk
 MAX_EXPONENT = 700.0  # nats; exp of more is beyond float64
 
 

@@ -21,6 +21,7 @@ from ..calib.experts import split_experts, split_modules
 from ..calib.model import build_on_meta, load_config
 from ..calib.shards import Shards
 from ..kernels.errors import UserError
+from ..kernels.float32_linears import float32_linears
 from ..kernels.names import names_in_model
 from ..quantize.activations import activation_format, fake_quantize_input
 from ..quantize.checkpoint.ct_config import quantizes_outputs
@@ -58,7 +59,8 @@ class TransformersScorer:
                 "embeddings: the tokenizer is another model's"
             )
         arguments = {"use_cache": False} if self._fake is None else self._fake.arguments()
-        return self.model(input_ids=ids, **arguments).logits[0]
+        with float32_linears():
+            return self.model(input_ids=ids, **arguments).logits[0]
 
 
 def load_scorer(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowbit.calib.causal_attention import use_causal_blocks
 from lowbit.calib.layer_loop import Order, run_layers
 from lowbit.calib.layer_worker import InputGroup, LayerWorker
 from lowbit.calib.model import LayeredModel
@@ -124,8 +125,11 @@ def unread_outputs(model: LayeredModel) -> set[str]:
 def whole_forward(
     folder: Path, dtype: torch.dtype, rows: Tensor, layers: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """transformers' own: output of each decoder layer, Hessian of each linear's input."""
+    """transformers' own, but for the loop's attention in bfloat16 (test_causal_attention.py):
+    output of each decoder layer, Hessian of each linear's input."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if dtype == torch.bfloat16:
+        use_causal_blocks(model)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     inputs: dict[str, Tensor] = {}
     for name, module in linears.items():
