@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_INPUT = 4096  # bytes that choices are drawn from
-WATCHED = ["lowbit.calib", "lowbit.quantize", "lowbit.evals.mutations"]
+WATCHED = [
+    "lowbit.calib",
+    "lowbit.quantize",
+    "lowbit.evals.mutations",
+    "lowbit.evals.gguf_mutations",
+]
 
 
 def main() -> None:

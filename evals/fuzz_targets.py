@@ -28,6 +28,7 @@ from ..quantize.gguf.reader import GGUFFile
 from ..quantize.gguf.spm_model import read_spm_model
 from ..quantize.gguf.to_hf import gguf_to_hf
 from ..quantize.recipe import Recipe
+from .gguf_mutations import mutate_gguf
 from .mutations import Choose, mutate_bytes, mutate_header, mutate_json
 from .size import size_report
 from .tiny_llama import tiny_llama
@@ -143,6 +144,7 @@ def _import(folder: Path) -> None:
 
 SHARD = "model-00001-of-00003.safetensors"
 JSON = (mutate_json, mutate_json, mutate_bytes)
+KEYS = (mutate_gguf, mutate_gguf, mutate_gguf, mutate_bytes)
 TARGETS: dict[str, Target] = {
     "weights": Target("w4", SHARD, (mutate_bytes, mutate_header), (verify, _read_tensors)),
     "header": Target("w4", SHARD, (mutate_bytes, mutate_header), (_header, _open)),
@@ -159,13 +161,13 @@ TARGETS: dict[str, Target] = {
     ),
     "generation config": Target("w4", "generation_config.json", JSON, (_vocabulary, verify)),
     "gguf": Target(
-        "gguf", GGUF, (mutate_bytes,), (lambda f: verify(f / GGUF), _gguf, _import)
+        "gguf", GGUF, KEYS, (lambda f: verify(f / GGUF), _gguf, _import)
     ),
     "sentencepiece": Target(
         "gguf", PIECES, (mutate_bytes,), (lambda f: read_spm_model(f / PIECES),)
     ),
     "imatrix": Target(
-        "gguf", IMATRICES[0], (mutate_bytes,), (lambda f: read_imatrix(f / IMATRICES[0]),)
+        "gguf", IMATRICES[0], KEYS, (lambda f: read_imatrix(f / IMATRICES[0]),)
     ),
     "older imatrix": Target(
         "gguf", IMATRICES[1], (mutate_bytes,), (lambda f: read_imatrix(f / IMATRICES[1]),)
