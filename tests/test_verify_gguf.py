@@ -19,7 +19,7 @@ from lowbit.quantize.verification.findings import FAULTS
 from lowbit.quantize.verification.findings import GGUF as CLASSES
 from lowbit.quantize.verification.gguf_blocks import FIELDS, FLOATS
 
-from .gguf_models import tiny_llama
+from .gguf_models import shared_data, tiny_llama
 
 UP = "blk.1.ffn_up.weight"
 Kind = gguf.GGMLQuantizationType
@@ -172,6 +172,52 @@ class Patch(NamedTuple):
     marker: bytes | None
     offset: int
     value: bytes
+
+
+def exchanged(whole: Path, out: Path) -> list[Any]:
+    """What is found once keys and values of every layer have each other's names."""
+
+    def edit(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+        for name in [n for n in tensors if ".attn_k." in n]:
+            other = name.replace("attn_k", "attn_v")
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    rewritten(whole, out, edit)
+    return [(f.fault, f.severity) for f in verify(out).findings]
+
+
+def test_exchanged_keys_and_values_are_told_by_their_norms(tmp_path: Path) -> None:
+    """In a model where values go with what reads them, as in a trained one; a random one tells
+    nothing."""
+    model = tiny_llama(tmp_path / "model")
+    export_gguf(model, tmp_path / "random.gguf", "F32", progress=False)
+    assert exchanged(tmp_path / "random.gguf", tmp_path / "other.gguf") == []
+    rng = np.random.default_rng(0)
+
+    def train(keys: dict[str, Any], tensors: dict[str, tuple[np.ndarray, Kind]]) -> None:
+        for i in range(2):
+            k, v, output = (
+                tensors[f"blk.{i}.attn_{part}.weight"][0].view(np.float32)
+                for part in ("k", "v", "output")
+            )
+            size = np.exp(0.2 * rng.standard_normal((2, 16))).astype(np.float32)
+            v *= size.reshape(-1, 1)
+            output *= size.repeat(2, axis=0).reshape(1, -1)  # two heads read each of the values
+            k *= np.exp(0.4 * rng.standard_normal((32, 1))).astype(np.float32)
+
+    rewritten(tmp_path / "random.gguf", tmp_path / "trained.gguf", train)
+    assert verify(tmp_path / "trained.gguf").findings == ()
+    found = exchanged(tmp_path / "trained.gguf", tmp_path / "wrong.gguf")
+    assert found == [("GGUF attention", "warning")]
+
+
+@pytest.mark.parametrize(
+    "name", ["stories260k/stories260K", "stories260k-ffn192/stories260K-ffn192"]
+)
+def test_exchanged_keys_and_values_of_a_trained_model_are_told(name: str, tmp_path: Path) -> None:
+    whole = shared_data() / f"{name}-f32.gguf"
+    assert "GGUF attention" not in {f.fault for f in verify(whole).findings}
+    assert ("GGUF attention", "warning") in exchanged(whole, tmp_path / "wrong.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -354,4 +400,4 @@ def test_values_of_another_type_are_refused(name: str, whole: Path, tmp_path: Pa
 def test_every_class_is_tested() -> None:
     tested = {fault for _, fault, _ in EDITS.values()}
     assert tested - {"all zero"} == set(CLASSES) - {
-        "GGUF container", "GGUF part", "GGUF trailing bytes"}  # fmt: skip
+        "GGUF container", "GGUF part", "GGUF trailing bytes", "GGUF attention"}  # fmt: skip

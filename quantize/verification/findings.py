@@ -136,6 +136,7 @@ GGUF: dict[str, FaultClass] = {
     "GGUF tokenizer": _error("llama.cpp refuses the vocabulary, or its ids are those of others"),
     "GGUF pre-tokenizer": _warning("llama.cpp cuts text in its default way: other tokens come out"),
     "GGUF block": _error("every weight of the block becomes NaN or wrong: the model talks noise"),
+    "GGUF attention": _warning("llama.cpp attends to values and sums keys: the model talks noise"),
     "GGUF trailing bytes": _warning("llama.cpp ignores them"),
 }
 AGAINST: dict[str, FaultClass] = {

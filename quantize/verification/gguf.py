@@ -10,6 +10,7 @@ from typing import Any
 
 from ..gguf.container import Container
 from .findings import Finding, finding
+from .gguf_attention import examine_attention
 from .gguf_blocks import examine_blocks
 from .gguf_keys import MOST_LAYERS, examine_import, examine_keys
 from .gguf_parts import Parts, read_parts
@@ -34,7 +35,7 @@ def examine_gguf(path: Path) -> tuple[list[Finding], int]:
         whole = _joined(parts)
         found += [*_keys(whole), *_tokenizer(whole), *_layers(whole)]
         if is_model(whole) and not any(f.severity == "error" for f in found):
-            found += examine_import(path, whole)
+            found += [*examine_import(path, whole), *examine_attention(parts.containers)]
     return found, sum(len(c.tensors) for c in parts.containers.values())
 
 
