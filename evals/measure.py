@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..calib.memory import keep_freed_memory
@@ -22,7 +23,9 @@ from ..kernels.errors import UserError
 from ..quantize.gguf.as_folder import contents_behind
 from ..quantize.kv_names import describe_kv
 from .divergence import DivergenceTally
+from .linears import linear_results
 from .perplexity import NllTally, Scorer, log_probabilities
+from .protocols import tokenizing
 from .report import Protocol, Report, Row, environment
 from .scorer import context_limit, load_scorer
 from .size import size_report
@@ -30,6 +33,8 @@ from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
 from .windows import Bos, Window, Windowing, cut_windows
 
 DEFAULT_CTX = 2048
+FLOOR_DTYPE = "bfloat16"
+FLOOR = "\0noise floor"  # beside the models' names, of which none is like it
 
 
 def plan_windowing(
@@ -65,13 +70,16 @@ def measure_models(
     device: str = "auto",
     speed: SpeedPlan | None = None,
     kv: str | Mapping[str, str] = "auto",
+    protocol: str | None = None,
+    noise_floor: bool = False,
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
 
     The base's tokenizer is used for all (else the first model's). `kv`: a format of the KV cache
     (quantize/kv_names.py) for all models but the base or, by name, for some; "auto" for what each
-    checkpoint says.
+    checkpoint says. `protocol`: the name of the windowing, for the report. `noise_floor`: measure
+    the base in bfloat16 against itself, too.
     Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
     start = time.perf_counter()
@@ -80,18 +88,20 @@ def measure_models(
     first = base or next(iter(folders))
     where = resolve_device(device)
     tokenizer = load_tokenizer(folders[first])
-    ids = tokenize(text.text, tokenizer, windowing.tokens)
-    windows = cut_windows(ids, windowing, tokenizer.bos_token_id)
+    windows = cut_windows(
+        text_ids(text.text, tokenizer, windowing), windowing, tokenizer.bos_token_id
+    )
     sizes = {name: size_report(folder) for name, folder in folders.items()}
     given = dict.fromkeys(folders, kv) if isinstance(kv, str) else kv
     caches = {name: "auto" if name == base else given.get(name, "auto") for name in folders}
-    scorers = {
+    loaded = {
         name: load_scorer(folder, dtype, where, caches[name]) for name, folder in folders.items()
     }
-    stored = {name: describe_kv(s.kv.spec) for name, s in scorers.items() if s.kv is not None}
-    used = str(scorers[first].dtype).removeprefix("torch.")
-    nll, kld = _tally(scorers, windows, base)
-    del scorers  # their memory is wanted by the processes that measure speed
+    stored = {name: describe_kv(s.kv.spec) for name, s in loaded.items() if s.kv is not None}
+    used = str(loaded[first].dtype).removeprefix("torch.")
+    floor = {FLOOR: _floor_scorer(folders, base, used, where)} if noise_floor else {}
+    nll, kld = _tally({**loaded, **floor}, windows, base)
+    del floor, loaded  # their memory is wanted by the processes that measure speed
     speeds = _speeds(folders, speed, where, caches)
     rows = [
         Row(
@@ -102,22 +112,55 @@ def measure_models(
             sizes[name],
             speeds.get(name),
             stored.get(name),
+            linear_results(folder),
         )
         for name, folder in folders.items()
     ]
-    protocol = Protocol(
-        base=base,
+    measured = _protocol(text, windowing, windows, rows[0].perplexity.tokens)
+    measured = replace(
+        measured, base=base, tokenizer=str(folders[first]), dtype=used, name=protocol
+    )
+    noise = kld[FLOOR].result() if noise_floor else None
+    return Report(measured, environment(where), rows, time.perf_counter() - start, noise)
+
+
+def _protocol(text: Text, windowing: Windowing, windows: list[Window], scored: int) -> Protocol:
+    """Of the text and its windows; of the models nothing yet."""
+    return Protocol(
+        base=None,
         text=text.name,
         text_sha256=text.sha256,
         text_description=text.description,
-        tokenizer=str(folders[first]),
+        tokenizer="",
         windowing=windowing,
         windows=len(windows),
-        scored_tokens=rows[0].perplexity.tokens,
-        positions=sum(windowing.ctx - w.fresh for w in windows),
-        dtype=used,
+        scored_tokens=scored,
+        positions=sum(w.positions for w in windows),
+        dtype="",
     )
-    return Report(protocol, environment(where), rows, time.perf_counter() - start)
+
+
+def text_ids(text: str, tokenizer: Any, windowing: Windowing) -> Tensor:
+    """Token ids int64 [n] of as much of a text as `windowing` reads, with what it puts before."""
+    ids = tokenize(text, tokenizer, windowing.tokens)
+    if not windowing.special:
+        return ids
+    before = torch.tensor(tokenizing(tokenizer).prefix, dtype=ids.dtype)
+    return torch.cat([before, ids])[: windowing.tokens]
+
+
+def _floor_scorer(
+    folders: Mapping[str, Path], base: str | None, used: str, where: torch.device
+) -> Scorer:
+    """The base in bfloat16; UserError without a base or where it is measured in bfloat16 itself."""
+    if base is None:
+        raise UserError("the noise floor is the base's: name it with --base")
+    if used == FLOOR_DTYPE:
+        raise UserError(
+            f"the noise floor compares the base with itself in {FLOOR_DTYPE}, but it is measured "
+            f"in {FLOOR_DTYPE}; give --dtype float32"
+        )
+    return load_scorer(folders[base], FLOOR_DTYPE, where)
 
 
 def _origin(folder: Path) -> str:

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .divergence import Divergence
+from .divergence import ConfidenceBucket, Divergence
+from .linears import LinearResult
 from .perplexity import Perplexity
+from .results import header
 from .size import SizeReport
 from .speed import DecodeSpeed
 from .windows import Windowing
@@ -28,6 +30,10 @@ DEFINITIONS = (
     "perplexity: exp of the mean negative log-likelihood (nats) of every fresh token of a window "
     "but its first",
     "KLD: KL(base || model) in nats at every fresh position; log-probabilities in float32",
+    "top-1: share of positions where base and model rank the same token first; top-5: share of the "
+    "base's five likeliest tokens that are among the model's five",
+    "RMS of probabilities: of the text's token, the model's less the base's, over scored tokens",
+    "noise floor: the base against itself with weights and computation in bfloat16",
     "standard errors: windows are the unit; that of the perplexity is perplexity x that of the "
     "mean; none with one window",
     "text: joined and tokenized once, without special tokens; a partial window at the end is "
@@ -40,7 +46,8 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Protocol:
-    """What was measured on what. `windows`: how many there were; `windowing` has what was asked."""
+    """What was measured on what. `windows`: how many there were; `windowing` has what was asked.
+    `name`: of evals/protocols.py, None where the windows were given."""
 
     base: str | None
     text: str
@@ -53,6 +60,7 @@ class Protocol:
     positions: int
     dtype: str
     seed: int | None = None  # nothing that is measured here is drawn at random
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Environment:
 
 
 class Row(NamedTuple):
-    """One model's results; None: not measured."""
+    """One model's results; None: not measured. `linears`: of a checkpoint that lowbit has made."""
 
     name: str
     path: str
@@ -77,19 +85,23 @@ class Row(NamedTuple):
     size: SizeReport
     speed: DecodeSpeed | None
     kv: str | None = None  # how the KV cache is quantized
+    linears: list[LinearResult] | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """Rows that share one protocol; the base, where there is one, comes first."""
+    """Rows that share one protocol; the base, where there is one, comes first. `noise_floor`: the
+    base's divergence from itself in bfloat16, None where it was not asked for."""
 
     protocol: Protocol
     environment: Environment
     rows: list[Row]
     seconds: float
+    noise_floor: Divergence | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**_plain(self), "definitions": list(DEFINITIONS)}
+    def to_dict(self, command: str = "eval") -> dict[str, Any]:
+        """A results file (evals/results.py) of `quantize COMMAND`."""
+        return {**header(command), **plain(self), "definitions": list(DEFINITIONS)}
 
     def to_json(self) -> str:
         """One JSON object, with a final newline."""
@@ -109,7 +121,7 @@ class Report:
         lines = [
             f"text: {p.text_description}; sha256 {p.text_sha256}",
             f"windows: {p.windows} of ctx {w.ctx}, stride {w.stride}, skip {w.skip}, BOS {w.bos}; "
-            f"{p.scored_tokens} tokens scored, {p.positions} positions",
+            f"{p.scored_tokens} tokens scored, {p.positions} positions{_rules(p)}",
             f"dtype {p.dtype}, device {e.device}, {e.threads} threads, {e.cpu}, {e.system}",
             f"versions: python {e.python}, {packages}",
             f"tokenizer: {p.tokenizer}; seed: {p.seed if p.seed is not None else 'none drawn'}",
@@ -120,6 +132,12 @@ class Report:
                 for r in self.rows
                 if (s := r.speed) is not None
             ),
+            *(
+                f"{r.name}, by how sure the base is: {_confidence(r.divergence.confidence)}"
+                for r in self.rows
+                if r.divergence is not None
+            ),
+            *([] if self.noise_floor is None else [_floor(self.noise_floor)]),
             *DEFINITIONS,
         ]
         return [f"- {line}" for line in lines]
@@ -147,21 +165,48 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses and named tuples as dictionaries, down to what JSON holds."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "_asdict"):
-        return {k: _plain(v) for k, v in value._asdict().items()}
+        return {k: plain(v) for k, v in value._asdict().items()}
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if value == math.inf else value  # JSON has no infinity
 
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
+
+
+def _rules(p: Protocol) -> str:
+    """The protocol's name and the rules that are not the usual ones."""
+    w = p.windowing
+    rules = {
+        "the next token alone": w.predictive, "a shorter window at the end": w.tail,
+        "the tokenizer's special tokens before the text": w.special,
+    }  # fmt: skip
+    told = [] if p.name is None else [f"protocol {p.name}"]
+    return "".join(f"; {rule}" for rule in [*told, *(r for r, holds in rules.items() if holds)])
+
+
+def _confidence(found: tuple[ConfidenceBucket, ...]) -> str:
+    return ", ".join(
+        f"{b.low:.0%}-{b.high:.0%} {b.positions} positions"
+        + ("" if b.kld_mean is None else f" KLD {b.kld_mean:.4f} top-1 {b.top1:.1%}")
+        for b in found
+    )
+
+
+def _floor(d: Divergence) -> str:
+    return (
+        f"noise floor: KLD {_with_error(d.kld_mean, d.kld_mean_stderr, '.6f')}, 99.9% "
+        f"{d.kld_p999:.5f}, max {d.kld_max:.4f}, top-1 {d.top1:.2%}, RMS of probabilities "
+        f"{d.probability_rms:.3%}"
+    )
 
 
 def _with_error(value: float, error: float | None, form: str) -> str:
@@ -197,9 +242,13 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ),
     ("KLD mean", _of_divergence(lambda d: _with_error(d.kld_mean, d.kld_mean_stderr, ".5f"))),
     ("median", _of_divergence(lambda d: f"{d.kld_median:.5f}")),
+    ("90%", _of_divergence(lambda d: f"{d.kld_p90:.4f}")),
     ("99%", _of_divergence(lambda d: f"{d.kld_p99:.4f}")),
+    ("99.9%", _of_divergence(lambda d: f"{d.kld_p999:.4f}")),
     ("max", _of_divergence(lambda d: f"{d.kld_max:.3f}")),
     ("top-1", _of_divergence(lambda d: f"{d.top1:.2%}")),
+    ("top-5", _of_divergence(lambda d: f"{d.top5_overlap:.2%}")),
+    ("RMS of probabilities", _of_divergence(lambda d: f"{d.probability_rms:.2%}")),
     (
         "NLL less base",
         _of_divergence(lambda d: _with_error(d.nll_difference, d.nll_difference_stderr, ".4f")),

@@ -54,6 +54,9 @@ def test_json_is_one_object_and_says_what_was_asked(data: Path, story: str) -> N
         "bos": "each",
         "windows": 2,
         "skip": 0,
+        "predictive": False,
+        "tail": False,
+        "special": False,
     }
     assert got["protocol"]["text_sha256"] == load_text(story, "evaluation").sha256
     assert [(row["name"], row["path"]) for row in got["rows"]] == [("base", base), ("model", model)]
@@ -84,6 +87,9 @@ def test_defaults_follow_the_model_and_the_text(data: Path, tmp_path: Path) -> N
         "bos": "none",
         "windows": 10,
         "skip": 0,
+        "predictive": False,
+        "tail": False,
+        "special": False,
     }
     tokens = len(load_tokenizer(data / "stories260k").tokenize(short.read_text()))
     assert 0 < got["protocol"]["windows"] == tokens // 512 < 10

@@ -16,7 +16,8 @@ import torch
 from lowbit.calib.text import Text, load_text, load_tokenizer
 from lowbit.evals import speed
 from lowbit.evals.divergence import divergence
-from lowbit.evals.measure import measure_models, plan_windowing
+from lowbit.evals.linears import linear_results
+from lowbit.evals.measure import measure_models, plan_windowing, text_ids
 from lowbit.evals.perplexity import perplexity
 from lowbit.evals.report import Report
 from lowbit.evals.scorer import context_limit, load_scorer
@@ -244,7 +245,7 @@ def report(original: Path, quantized: Callable[..., Path], stories: Text) -> Rep
     models = {"original": original, "w4": quantized("W4A16", 32), "w3": quantized("W3A16", 32)}
     plan = SpeedPlan([1, 403, 407], new_tokens=8, repeats=3, threads=1)
     windowing = Windowing(128, 128, windows=3)
-    return measure_models(models, stories, windowing, base="original", speed=plan)
+    return measure_models(models, stories, windowing, base="original", speed=plan, noise_floor=True)
 
 
 def test_one_pass_measures_what_single_ones_do(
@@ -274,6 +275,45 @@ def test_speed_is_measured_apart(report: Report) -> None:
         assert sum(s.kernels.values()) == (0 if row.name == "original" else 30)
 
 
+def test_the_noise_floor_is_the_bases_in_bfloat16(
+    original: Path, quantized: Callable[..., Path], stories: Text
+) -> None:
+    models, windowing = {"original": original}, Windowing(128, 128, windows=2)
+    found = measure_models(models, stories, windowing, base="original", noise_floor=True)
+    ids = text_ids(stories.text, load_tokenizer(original), windowing)
+    windows = cut_windows(ids, windowing, None)
+    want = divergence(load_scorer(original), load_scorer(original, "bfloat16"), windows)
+    assert found.noise_floor == want and 0 < want.kld_mean < 0.01
+    assert [row.name for row in found.rows] == ["original"]
+    assert f"noise floor: KLD {want.kld_mean:.6f}" in found.to_markdown()
+    with pytest.raises(UserError, match="name it with --base"):
+        measure_models(models, stories, windowing, noise_floor=True)
+    with pytest.raises(UserError, match="it is measured in bfloat16; give --dtype float32"):
+        measure_models(models, stories, windowing, base="original", dtype="bfloat16",
+                       noise_floor=True)  # fmt: skip
+
+
+def test_linears_carry_their_bits_and_errors(original: Path, tmp_path: Path) -> None:
+    from lowbit.quantize.recipe import Calibration, Recipe, WeightPass
+    from lowbit.quantize.runner import quantize_model
+
+    text = original.parent / "text" / "tinystories_valid.txt"
+    weights = WeightPass(method="gptq", scheme="W4A16", group_size=32, ignore=("re:.*down_proj",))
+    rows = Calibration(source=str(text), samples=4, seq_len=64)
+    made = quantize_model(original, tmp_path / "w4", Recipe((weights,), calibration=rows))
+    found = linear_results(made.out)
+    assert found is not None and len(found) == 6 * 5
+    assert {r.name: r.relative_error for r in found} == made.relative_error
+    assert all(r.method == "gptq" for r in found)
+    q = next(r for r in found if r.name == "model.layers.0.self_attn.q_proj")
+    assert q.bits == 4 + 1 + 2 * 64 / (64 * 64), "codes, a float32 scale of 32, two int64"
+    (made.out / "quantization_report.json").unlink()
+    bare = linear_results(made.out)
+    assert bare is not None and [r.bits for r in bare] == [r.bits for r in found]
+    assert {r.relative_error for r in bare} == {None}
+    assert linear_results(original) is None
+
+
 def test_json_holds_the_whole_protocol(report: Report, stories: Text) -> None:
     parsed = json.loads(report.to_json())
     protocol = parsed["protocol"]
@@ -284,6 +324,9 @@ def test_json_holds_the_whole_protocol(report: Report, stories: Text) -> None:
         "bos": "none",
         "windows": 3,
         "skip": 0,
+        "predictive": False,
+        "tail": False,
+        "special": False,
     }
     assert (protocol["windows"], protocol["scored_tokens"], protocol["positions"]) == (3, 381, 384)
     assert (protocol["base"], protocol["dtype"], protocol["seed"]) == ("original", "float32", None)

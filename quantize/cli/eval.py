@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...kernels.errors import UserError
 from .common import model_path, say
 
+if TYPE_CHECKING:
+    from ...evals.windows import Windowing
+
 SPEED_PROMPT = 64  # tokens
+WINDOWS = 10  # where neither a protocol nor their number is named
+NAMED = ("hf-2048", "hf-stride", "llama.cpp-512")  # of evals/protocols.py, which is slow to import
 
 
 def evaluate(
@@ -22,20 +28,36 @@ def evaluate(
     text: Annotated[
         str, typer.Option(help="wikitext, pydoc, auto, FILE.txt, FILE.jsonl or a Hub data set.")
     ] = "auto",
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Windows by name, in place of the next five: {', '.join(NAMED)} (docs/evals.md)."
+        ),
+    ] = None,
     ctx: Annotated[
         int | None, typer.Option(help="Tokens of a window. [default: 2048, or the model's limit]")
     ] = None,
     stride: Annotated[
         int | None, typer.Option(help="Tokens between windows. [default: ctx, no overlap]")
     ] = None,
-    windows: Annotated[int, typer.Option(help="At most so many windows; 0: all.")] = 10,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            help=f"At most so many windows; 0: all. [default: {WINDOWS}; all of a --protocol]"
+        ),
+    ] = None,
     skip: Annotated[
-        int,
-        typer.Option(help="Positions at each window's beginning that are context, not scored."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Positions at each window's beginning that are context, not scored. [default: 0]"
+        ),
+    ] = None,
     bos: Annotated[
-        str, typer.Option(help="BOS in place of the first token of: none, first, each window.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            help="BOS in place of the first token of: none, first, each window. [default: none]"
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16.")
     ] = "auto",
@@ -47,6 +69,10 @@ def evaluate(
             " (docs/methods.md), model: none, auto: as the checkpoint says."
         ),
     ] = "auto",
+    noise_floor: Annotated[
+        bool,
+        typer.Option("--noise-floor", help="Also the base in bfloat16 against itself."),
+    ] = False,
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time the runtime's decode, one request.")
     ] = False,
@@ -63,21 +89,19 @@ def evaluate(
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
     from ...calib.text import load_text, load_tokenizer, tokenize
-    from ...evals.measure import measure_models, plan_windowing
+    from ...evals.measure import measure_models
     from ...evals.speed import SpeedPlan
-    from ...kernels.errors import UserError
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
     if report is not None and not report.absolute().parent.is_dir():
         raise UserError(f"no such folder for the report: {report.absolute().parent}")
-    if windows < 0:
-        raise UserError(f"--windows must be 0 (all) or more, got {windows}")
     models = {"base": model_path(base)} if base is not None else {}
     models["model"] = model_path(model)
     folders = list(models.values())
-    windowing = plan_windowing(folders, ctx, stride, bos, windows or None, skip)
     tokenizer = load_tokenizer(folders[0])
+    given = {"ctx": ctx, "stride": stride, "bos": bos, "skip": skip}
+    windowing = chosen_windowing(protocol, folders, tokenizer, windows, given)
     loaded = load_text(text, "evaluation", tokenizer)
     say(f"text: {loaded.description}")
     prompt = tokenize(loaded.text, tokenizer, SPEED_PROMPT).tolist()
@@ -90,8 +114,36 @@ def evaluate(
         device=device,
         speed=SpeedPlan(prompt) if speed else None,
         kv=kv,
+        protocol=protocol,
+        noise_floor=noise_floor,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
         report.write_text(written, encoding="utf-8")
     typer.echo(result.to_json() if as_json else result.to_markdown(), nl=False)
+
+
+def chosen_windowing(
+    protocol: str | None,
+    folders: list[Path],
+    tokenizer: Any,
+    windows: int | None,
+    given: dict[str, Any],
+) -> Windowing:
+    """The windows that the options name. given: ctx, stride, bos and skip, None where they are not
+    given; UserError where one is given beside a protocol, which says them all."""
+    from ...evals.measure import plan_windowing
+    from ...evals.protocols import windowing_for
+
+    if windows is not None and windows < 0:
+        raise UserError(f"--windows must be 0 (all) or more, got {windows}")
+    own = {name: value for name, value in given.items() if value is not None}
+    if protocol is None:
+        return plan_windowing(
+            folders, windows=(WINDOWS if windows is None else windows) or None, **own
+        )
+    if own:
+        raise UserError(
+            f"--protocol {protocol} says what --{next(iter(own))} would; give one of the two"
+        )
+    return windowing_for(protocol, folders, tokenizer, windows or None)

@@ -1,0 +1,103 @@
+"""Perplexity protocols by name: the windows by which others publish their numbers.
+
+    hf-2048         GPTQ's and most papers' tables: windows of 2048 tokens that do not overlap, all
+                    of the text but a partial window at its end
+    hf-stride       transformers' perplexity recipe (huggingface.co/docs/transformers/perplexity):
+                    windows of the model's positions, 1024 at most, half of each new; the last one
+                    is as long as the rest of the text
+    llama.cpp-512   llama-perplexity as it runs by default: windows of 512 tokens, the second half
+                    scored, a BOS token in place of each one's first where the model wants one
+
+The text begins with what the tokenizer puts before a text, as in all three originals; a tokenizer
+that puts something behind it is refused. The recipe of transformers weighs a window by its scored
+tokens less one, here each token counts once: that moves a mean by less than 1e-4 of it, unless the
+text is but a few windows long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kernels.errors import UserError, did_you_mean
+from .windows import Windowing
+
+RECIPE_CTX = 1024  # of transformers' recipe: the positions of the model in it
+
+
+class Tokenizing(NamedTuple):
+    """What a tokenizer puts before a text: token ids; `bos`: its BOS token, None without one."""
+
+    prefix: tuple[int, ...]
+    bos: int | None
+
+    @property
+    def begins_with_bos(self) -> bool:
+        return self.bos is not None and self.prefix[:1] == (self.bos,)
+
+
+def tokenizing(tokenizer: Any) -> Tokenizing:
+    """What `tokenizer` does; UserError where it puts something behind a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    start = len(whole) - len(plain)
+    if whole[start:] != plain:
+        raise UserError(
+            "the tokenizer puts special tokens behind a text, for which no named protocol has a "
+            "rule; give --ctx, --stride and --bos instead of --protocol"
+        )
+    return Tokenizing(tuple(whole[:start]), tokenizer.bos_token_id)
+
+
+def named_windowing(
+    name: str, positions: int | None, tokens: Tokenizing, windows: int | None = None
+) -> Windowing:
+    """The windows of the protocol `name` for models of at most `positions` positions.
+
+    windows: at most so many, None for the whole text, which published numbers take. UserError for
+    an unknown name and for models that take fewer positions than it needs.
+    """
+    if name not in PROTOCOLS:
+        raise UserError(
+            f"unknown protocol '{name}'{did_you_mean(name, PROTOCOLS)} (known: "
+            f"{', '.join(PROTOCOLS)})"
+        )
+    made = PROTOCOLS[name](positions, tokens, windows)
+    if positions is not None and made.ctx > positions:
+        raise UserError(
+            f"{name} needs {made.ctx} positions, but a model takes {positions}; leave --protocol "
+            f"out and give --ctx {positions}"
+        )
+    return made
+
+
+def windowing_for(
+    name: str, folders: list[Path], tokenizer: Any, windows: int | None = None
+) -> Windowing:
+    """The same for the models in `folders`, whose texts `tokenizer` cuts."""
+    from .scorer import context_limit
+
+    limits = [limit for folder in folders if (limit := context_limit(folder)) is not None]
+    return named_windowing(name, min(limits, default=None), tokenizing(tokenizer), windows)
+
+
+def _hf_2048(_: int | None, __: Tokenizing, windows: int | None) -> Windowing:
+    return Windowing(2048, 2048, windows=windows, special=True)
+
+
+def _hf_stride(positions: int | None, _: Tokenizing, windows: int | None) -> Windowing:
+    ctx = min(RECIPE_CTX, positions or RECIPE_CTX)
+    return Windowing(ctx, ctx // 2, windows=windows, tail=True, special=True)
+
+
+def _llama_cpp(_: int | None, tokens: Tokenizing, windows: int | None) -> Windowing:
+    bos = "each" if tokens.begins_with_bos else "none"
+    return Windowing(512, 512, bos, windows, skip=256, predictive=True, special=True)
+
+
+PROTOCOLS: dict[str, Callable[[int | None, Tokenizing, int | None], Windowing]] = {
+    "hf-2048": _hf_2048,
+    "hf-stride": _hf_stride,
+    "llama.cpp-512": _llama_cpp,
+}

@@ -1,0 +1,65 @@
+"""The results file: JSON that `quantize eval`, `run`, `demo`, `compare` write and `report` reads.
+
+Its head says format, version and producer; `environment`, `protocol` and `rows` hold what was
+measured, by the schema in evals/results_schema.py (docs/results.schema.json). More keys may stand
+beside them. A reader takes versions that it knows and no other: what a number means may change.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..calib.safe_files import JsonLimits, read_json_object
+from ..kernels.errors import UserError
+
+FORMAT, VERSION = "lowbit-results", 1
+LIMITS = JsonLimits(256 << 20, 8_000_000)
+NEEDED = "reports need packages that are not installed ({}): pip install 'lowbit[evals]'"
+
+
+def header(command: str) -> dict[str, Any]:
+    """The first keys of a results file that `quantize COMMAND` writes now."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "producer": {"name": "lowbit", "version": version("lowbit"), "command": command},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def check_results(value: Any, where: str | Path) -> None:
+    """UserError, naming the first fault and its place in the file, where `value` is no results
+    file of this version; `where`: its path, for the message."""
+    try:
+        from jsonschema import Draft202012Validator
+    except ImportError as e:
+        raise UserError(NEEDED.format(e.name)) from e
+    from .results_schema import SCHEMA
+
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise UserError(
+            f"{where} is no results file: its 'format' is not '{FORMAT}'; quantize eval --report "
+            "FILE.json writes one"
+        )
+    if value.get("version") != VERSION:
+        raise UserError(
+            f"{where} is a results file of version {value.get('version')!r}; this lowbit reads "
+            f"version {VERSION}: measure again, or use the lowbit that wrote it"
+        )
+    faults = sorted(Draft202012Validator(SCHEMA).iter_errors(value), key=lambda f: len(f.path))
+    if faults:
+        place = "/".join(map(str, faults[0].absolute_path)) or "the whole"
+        raise UserError(f"{where} is no valid results file: at {place}: {faults[0].message[:200]}")
+
+
+def read_results(path: str | Path) -> dict[str, Any]:
+    """The value of a results file; UserError when it is missing, damaged or not one."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"no such results file: {path}")
+    value = read_json_object(path, LIMITS)
+    check_results(value, path)
+    return value
