@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lowbit.calib.shards import INDEX, Shards
+from lowbit.evals.results import check_results
 from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.checkpoint.raw import raw_tensors, write_shards
 from lowbit.quantize.recipe import Recipe
@@ -38,6 +39,10 @@ def test_run_prints_one_json_object(
     assert 0 < max(result["relative_error"].values()) < 0.05
     assert Recipe.from_dict(result["recipe"]).passes[0].group_size == 32
     assert "calibration: the file story.txt" in outcome.stderr
+    check_results(result, "the command's output")
+    (row,) = result["rows"]
+    assert (row["made"]["scheme"], row["made"]["method"]) == ("W4A16", "gptq")
+    assert {r["name"]: r["relative_error"] for r in row["linears"]} == result["relative_error"]
     report = json.loads((out / "quantization_report.json").read_text())
     assert report["recipe"] == result["recipe"]
     assert report["linears"].keys() == result["relative_error"].keys()

@@ -195,8 +195,8 @@ def _quoted(text: str) -> str:
 
 def _facts(o: Outcome) -> dict[str, Any]:
     return {
+        **o.report.to_dict("demo"),
         "model": o.source,
-        "measured": o.report.to_dict(),
         "runs": {
             name: {
                 **vars(replace(run, calibration=None)),

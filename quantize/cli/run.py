@@ -54,17 +54,20 @@ def run(
     except KeyboardInterrupt:
         say("the same command goes on after the last finished layer")
         raise
-    _show(result, as_json)
+    _show(result, as_json, device)
 
 
-def _show(result: RunResult, as_json: bool) -> None:
+def _show(result: RunResult, as_json: bool, device: str) -> None:
     from ...evals.size import size_report
 
     size = size_report(result.out)
     errors = result.relative_error
     worst = max(errors, key=errors.__getitem__, default=None)
     if as_json:
+        from ...evals.made import run_results
+
         print_json({
+            **run_results(result, device),
             "out": result.out, "seconds": result.seconds, "recipe": result.recipe.to_dict(),
             "dtype": result.dtype, "notes": result.notes, "size": size._asdict(),
             "resumed_layers": result.resumed_layers, "dropped_rows": result.dropped_rows,
