@@ -9,17 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncEngine, EngineDeadError
     from .llm import LLM
-    from .request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+    from .metrics import EngineMetrics
+    from .request import CompletionOutput, RequestFailed, RequestMetrics, RequestOutput
+    from .sampling.beams import BeamSearchOutput, BeamSearchSequence
+    from .sampling.logprobs import Logprob
+    from .sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "AsyncEngine", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
+    "CompletionOutput", "EngineDeadError", "EngineMetrics", "Logprob", "RequestFailed",
+    "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+]  # fmt: skip
+
+_MODULES = {
+    "llm": ("LLM",),
+    "async_engine": ("AsyncEngine", "EngineDeadError"),
+    "metrics": ("EngineMetrics",),
+    "request": ("CompletionOutput", "RequestFailed", "RequestMetrics", "RequestOutput"),
+    "sampling.beams": ("BeamSearchOutput", "BeamSearchSequence"),
+    "sampling.logprobs": ("Logprob",),
+    "sampling.params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "llm" if name == "LLM" else "request"
-    return getattr(importlib.import_module(f".{module}", __name__), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

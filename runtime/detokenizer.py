@@ -46,29 +46,39 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of one continuation: ends before the first stop string, hands out what is certain.
+    """The text of one continuation: ends at the first stop string, hands out what is certain.
 
-    `text` is what was kept so far; `stopped` tells that a stop string was met. `new_text()` returns
-    what is new since the last call and can no longer turn out to be the beginning of a stop string.
-    Without a tokenizer the text stays empty.
+    `text` is what was kept so far; `stopped_by` the stop string that was met, which is cut off,
+    unless include_stop. `new_text()` returns what is new since the last call and can no longer turn
+    out to be the beginning of a stop string. Without a tokenizer the text stays empty.
     """
 
-    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any | None, stop: tuple[str, ...], include_stop: bool = False
+    ) -> None:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._stop = stop
+        self._stop, self._include_stop = stop, include_stop
         self._handed_out = 0
+        self._search_from = 0
         self._finished = False
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
 
-    def push(self, token_id: int) -> None:
+    @property
+    def stopped(self) -> bool:
+        return self.stopped_by is not None
+
+    def push(self, token_id: int, search: bool = True) -> None:
+        """search: a stop string in the text of this token, or in part, ends the text."""
         if self._detokenizer is not None:
-            self._extend(self._detokenizer.push(token_id))
+            self._extend(self._detokenizer.push(token_id), search)
 
     def finish(self) -> None:
         """No more tokens come: unfinished characters are written as they are."""
+        if self._finished:
+            return
         if self._detokenizer is not None and not self.stopped:
-            self._extend(self._detokenizer.flush())
+            self._extend(self._detokenizer.flush(), True)
         self._finished = True
 
     def new_text(self) -> str:
@@ -78,22 +88,26 @@ class TextStream:
         start, self._handed_out = self._handed_out, max(self._handed_out, certain)
         return self.text[start : self._handed_out]
 
-    def _extend(self, piece: str) -> None:
+    def _extend(self, piece: str, search: bool) -> None:
         searched = len(self.text)
         self.text += piece
+        if not search:
+            self._search_from = len(self.text)
+            return
         found = []
         for stop in self._stop:
-            at = self.text.find(stop, max(0, searched - len(stop) + 1))
+            at = self.text.find(stop, max(self._search_from, searched - len(stop) + 1))
             if at >= 0:
-                found.append(at)
+                found.append((at, stop))
         if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
+            at, stop = min(found)
+            self.text = self.text[: at + len(stop) * self._include_stop]
+            self.stopped_by = stop
 
     def _possible_stop_length(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
         longest = max((len(s) for s in self._stop), default=1) - 1
-        for n in range(min(longest, len(self.text)), 0, -1):
+        for n in range(min(longest, len(self.text) - self._search_from), 0, -1):
             if any(s.startswith(self.text[-n:]) for s in self._stop):
                 return n
         return 0

@@ -66,3 +66,14 @@ def copy_blocks(
             for part in (part for of in pool for part in (of.codes, of.scale, of.offset)):
                 if part is not None:
                     part[copy.target].copy_(part[copy.source])
+
+
+def wipe_blocks(
+    pools: Sequence[KVPools], kinds: Sequence[int], kind: int, blocks: Sequence[int]
+) -> None:
+    """Zeros in these blocks of every layer of `kind`. kinds: of each layer."""
+    for pool, own in zip(pools, kinds, strict=True):
+        if own == kind:
+            for part in (part for of in pool for part in (of.codes, of.scale, of.offset)):
+                if part is not None:
+                    part[list(blocks)] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,22 @@ from .engine import Engine, EngineStats
 from .kv_formats import resolve_kv
 from .linear import LinearReport
 from .loader import load
+from .metrics import EngineMetrics
 from .paged_engine import EngineLimits, PagedEngine, decline_engine
-from .request import Request, RequestOutput, SamplingParams
+from .prompts import (
+    Messages,
+    Prompt,
+    Prompts,
+    RequestMaker,
+    as_conversations,
+    as_prompts,
+    is_message,
+)
+from .request import Request, RequestFailed, RequestOutput, SamplingParams
+from .sampling.beams import BeamRequest, BeamSearchOutput
+from .sampling.params import BeamSearchParams
 
 ENGINES = ("auto", "paged", "contiguous")
-Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
-Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
-Messages: TypeAlias = "Sequence[dict[str, str]]"
 
 
 class LLM:
@@ -71,7 +80,7 @@ class LLM:
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.max_model_len = _context_length(self.model.config, max_model_len)
         self._linears, self.warnings = loaded.linears, loaded.warnings
-        self._eos_token_ids = loaded.eos_token_ids
+        self._maker = RequestMaker(loaded, self.vocab_size, self.max_model_len)
         kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)
         declined = decline_engine(loaded, kv)
         if engine == "paged" and declined:
@@ -92,6 +101,10 @@ class LLM:
         """Tokens and seconds of prefill and decode since the model was loaded."""
         return self._engine.stats
 
+    def metrics(self) -> EngineMetrics:
+        """What the engine is doing and has done."""
+        return self._engine.metrics()
+
     @property
     def kv_cache(self) -> str:
         """How keys and values are stored, in words."""
@@ -111,8 +124,9 @@ class LLM:
 
         A prompt is a string, a list of token ids or {"prompt_token_ids": ids}. sampling_params: one
         for all prompts or one for each. use_tqdm: a progress bar on standard error after 2 seconds.
+        RequestFailed, when all have ended, where the model gave one of them no finite logits.
         """
-        return self._run(self._requests(_as_list(prompts), sampling_params), use_tqdm)
+        return self._run(self._maker.requests(as_prompts(prompts), sampling_params), use_tqdm)
 
     def chat(
         self,
@@ -121,25 +135,48 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, [{"role": "user", "content": "..."}, ...], or a list of them."""
-        prompts = [self._chat_prompt(m) for m in _as_conversations(messages)]
-        return self._run(self._requests(prompts, sampling_params), use_tqdm)
+        prompts = [self._maker.chat_prompt(m) for m in as_conversations(messages)]
+        return self._run(self._maker.requests(prompts, sampling_params), use_tqdm)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Iterator[str | RequestOutput]:
         """Pieces of text as they come, then the RequestOutput, whose text is their sum.
 
-        `prompt` may be a conversation too.
+        `prompt` may be a conversation too. Left before its end, it frees what it holds.
         """
-        chat = isinstance(prompt, Sequence) and len(prompt) > 0 and _is_message(prompt[0])
-        prompts: list[Any] = [self._chat_prompt(prompt)] if chat else _as_list(prompt)
-        requests = self._requests(prompts, sampling_params)
+        chat = isinstance(prompt, Sequence) and len(prompt) > 0 and is_message(prompt[0])
+        prompts: list[Any] = [self._maker.chat_prompt(prompt)] if chat else as_prompts(prompt)
+        requests = self._maker.requests(prompts, sampling_params)
         if len(requests) != 1:
             raise UserError(f"stream takes one prompt, got {len(requests)}")
-        for _ in self._engine.run(requests):
-            if piece := requests[0].text.new_text():
+        if len(requests[0].continuations) != 1:
+            raise UserError(
+                f"stream takes n = 1, got {len(requests[0].continuations)}: AsyncEngine streams "
+                "several continuations"
+            )
+        text = requests[0].continuations[0].text
+        for _ in self._steps(requests):
+            if piece := text.new_text():
                 yield piece
-        yield requests[0].output()
+        yield _outputs(requests)[0]
+
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that a search over beams finds."""
+        if self.engine != "paged":
+            raise UserError(
+                "beam search needs the paged engine, which shares what beams have in common; it "
+                f"{self.engine_declined or 'was not chosen'}"
+            )
+        requests = [self._maker.beams(p, params) for p in as_prompts(prompts)]
+        with tqdm(total=len(requests), desc="beams", delay=2, disable=not use_tqdm) as bar:
+            for stepped in self._steps(requests):
+                bar.update(sum(r.finished for r in stepped))
+        if error := next((r.error for r in requests if r.error), None):
+            raise UserError(error)
+        return [r.output() for r in requests]
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor) -> Tensor:
@@ -147,81 +184,33 @@ class LLM:
         return self.model(input_ids=token_ids.to(self.device), use_cache=False).logits
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        total = sum(r.max_tokens for r in requests)
+        total = sum(r.max_tokens * len(r.continuations) for r in requests)
         with tqdm(total=total, desc="generate", unit="tok", delay=2, disable=not use_tqdm) as bar:
-            for stepped in self._engine.run(requests):
+            for stepped in self._steps(requests):
                 bar.update(len(stepped))
-        return [r.output() for r in requests]
+        return _outputs(requests)
 
-    def _requests(
-        self,
-        prompts: list[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise UserError(
-                f"{len(prompts)} prompts need as many sampling_params or one for all, got "
-                f"{len(sampling_params)}"
-            )
-        return [self._request(p, s) for p, s in zip(prompts, sampling_params, strict=True)]
+    def _steps(self, requests: Sequence[Request | BeamRequest]) -> Iterator[list[Any]]:
+        """Run `requests` to their end; after each step, those that something has come of. What is
+        not over when this is left is aborted."""
+        going = set(requests)
+        try:
+            for request in requests:
+                self._engine.add(request)  # type: ignore[arg-type]  # beams to the paged one alone
+            while going:
+                stepped = self._engine.step()
+                going.difference_update([r for r in stepped if r.finished])
+                yield stepped
+        finally:
+            for request in going:
+                self._engine.abort(request.request_id)
 
-    def _request(self, prompt: Any, params: SamplingParams) -> Request:
-        text, token_ids = self._tokenize(prompt)
-        if not token_ids:
-            raise UserError("the prompt is empty: it must have at least one token")
-        outside = [t for t in token_ids if not 0 <= t < self.vocab_size]
-        if outside:
-            raise UserError(
-                f"token id {outside[0]} is out of the vocabulary: ids go from 0 to "
-                f"{self.vocab_size - 1}"
-            )
-        room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise UserError(
-                f"the prompt has {len(token_ids)} tokens, but prompt and output together may have "
-                f"{self.max_model_len}: shorten it"
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer, and the model folder has none")
-        return Request(
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=min(params.max_tokens, room),
-            eos_token_ids=self._eos_token_ids,
-            tokenizer=self.tokenizer,
-        )
 
-    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            if not ({"prompt", "prompt_token_ids"} & prompt.keys()):
-                raise UserError(
-                    "a prompt given as a dict needs 'prompt' or 'prompt_token_ids', got "
-                    f"{sorted(prompt)}"
-                )
-            text = prompt.get("prompt")
-            ids = prompt.get("prompt_token_ids")
-            return (text, list(ids)) if ids is not None else self._tokenize(text)
-        if not isinstance(prompt, str):
-            return None, list(prompt)
-        if self.tokenizer is None:
-            raise UserError("the model folder has no tokenizer: give the prompt as token ids")
-        return prompt, list(self.tokenizer(prompt)["input_ids"])
-
-    def _chat_prompt(self, messages: Any) -> dict[str, Any]:
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise UserError("the model has no chat template: use generate with a plain prompt")
-        if not messages:
-            raise UserError("the conversation is empty: it must have at least one message")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return {"prompt": text, "prompt_token_ids": ids}
+def _outputs(requests: list[Request]) -> list[RequestOutput]:
+    outputs = [r.output() for r in requests]
+    if error := next((r.error for r in requests if r.error), None):
+        raise RequestFailed(error, outputs)
+    return outputs
 
 
 def _context_length(config: Any, asked: int | None) -> int:
@@ -232,30 +221,3 @@ def _context_length(config: Any, asked: int | None) -> int:
     if asked < 2 or (own is not None and asked > own):
         raise UserError(f"max_model_len must be from 2 to the model's {own}, got {asked}")
     return asked
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    prompts = list(prompts)
-    if not prompts:
-        raise UserError("no prompt was given")
-    if all(isinstance(p, int) for p in prompts):
-        return [prompts]
-    wrong = [p for p in prompts if not isinstance(p, str | dict | Sequence)]
-    if wrong:
-        raise UserError(
-            "a prompt must be a string, a list of token ids or a dict, got "
-            f"{type(wrong[0]).__name__}"
-        )
-    return prompts
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and "role" in value
-
-
-def _as_conversations(messages: Any) -> list[Any]:
-    messages = list(messages)
-    return [messages] if not messages or _is_message(messages[0]) else messages

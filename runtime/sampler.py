@@ -1,11 +1,11 @@
-"""Pick the next token: pure functions of tensors, a row for each request.
+"""Pick the next token: pure functions of tensors, a row for each draw.
 
-Temperature, then top-k, then top-p over what top-k left, then one draw by inverting the cumulative
-distribution in token order. The uniform number behind a draw is a hash of the request's seed and
-the position, and every operation works along a row. So a request's tokens do not depend on what
-else is in the batch, and a request that is preempted and computed again draws the same.
-Probabilities are float64: the 49 thousand terms of a vocabulary add up to 1 closely enough for
-exact top-p cuts.
+Temperature, then min-p, then top-k, then top-p over what is left, then one draw by inverting the
+cumulative distribution in token order. The uniform number behind a draw is a function of the
+request's seed and the position (sampling/philox.py), and every operation works along a row. So a
+request's tokens do not depend on what else is in the batch, and a request that is preempted and
+computed again draws the same. Probabilities are float64: the 49 thousand terms of a vocabulary add
+up to 1 closely enough for exact top-p cuts.
 """
 
 from __future__ import annotations
@@ -16,58 +16,78 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .request import UINT64, SamplingParams
+from .sampling.params import SamplingParams
 
 _FIRST_WIDTH = 64
 
 
 class SamplingBatch(NamedTuple):
-    """The parameters of the rows. temperature, top_p float64 [B]; top_k int64 [B], 0: off."""
+    """Of the rows. temperature, top_p, min_p: float64 [B]; top_k: int64 [B], 0: off."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool
+    any_min_p: bool
 
 
 def sampling_batch(params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
     """The tensors of `params`, one row each. A top_k of -1 becomes 0."""
     top_k = [max(p.top_k, 0) for p in params]
+
+    def floats(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
     return SamplingBatch(
-        torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device),
+        floats([p.temperature for p in params]),
         torch.tensor(top_k, dtype=torch.int64, device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        floats([p.top_p for p in params]),
+        floats([p.min_p for p in params]),
         all(p.temperature == 0 for p in params),
         any(top_k),
         any(p.top_p < 1 for p in params),
+        any(p.min_p > 0 for p in params),
     )
 
 
-def sample(logits: Tensor, batch: SamplingBatch, uniforms: Sequence[float]) -> Tensor:
+def sample(logits: Tensor, batch: SamplingBatch, uniforms: Tensor) -> Tensor:
     """Token ids int64 [B] from logits [B, vocabulary]; row b is greedy where its temperature is 0.
 
-    uniforms: one number in [0, 1) a row, see `uniform`.
+    uniforms: float64 [B] in [0, 1), see sampling/philox.py; not looked at where all are greedy.
     """
     greedy = logits.argmax(dim=-1)
     if batch.all_greedy:
         return greedy
-    drawn = draw(probabilities(logits, batch), torch.tensor(uniforms, dtype=torch.float64))
+    drawn = draw(probabilities(logits, batch), uniforms)
     return torch.where(batch.temperature == 0, greedy, drawn)
 
 
 def probabilities(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The distribution that a draw is made from, float64 [B, vocabulary]; 0 where cut off."""
+    """The distribution that a draw is made from, float64 [B, vocabulary]; 0 where cut off. Where
+    the temperature is 0: as if it were 1."""
     shifted = logits.double()
     shifted = shifted - shifted.amax(dim=-1, keepdim=True)
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     probs = torch.softmax(shifted / temperature.unsqueeze(-1), dim=-1)
+    if batch.any_min_p:
+        probs = keep_min_p(probs, batch.min_p)
     if batch.any_top_k:
         probs = keep_top_k(probs, batch.top_k)
     if batch.any_top_p:
         probs = keep_top_p(probs, batch.top_p)
     return probs
+
+
+def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
+    """Only what has at least min_p[b] times the probability of a row's likeliest token (Nguyen et
+    al. 2024, arXiv:2407.01082), renormalized; 0 keeps a row as it is."""
+    least = min_p.unsqueeze(-1) * probs.amax(dim=-1, keepdim=True)
+    kept = torch.where(probs >= least, probs, 0.0)
+    kept = kept / kept.sum(dim=-1, keepdim=True)
+    return torch.where(min_p.unsqueeze(-1) == 0, probs, kept)
 
 
 def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
@@ -97,14 +117,6 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     sums = probs.cumsum(dim=-1)
     share = uniforms.to(sums.device).unsqueeze(-1) * sums[:, -1:]
     return (sums <= share).sum(dim=-1)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), a hash of `seed` and `position` (splitmix64, Steele et al. 2014)."""
-    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) % UINT64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % UINT64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % UINT64
-    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
 def _keep_largest(probs: Tensor, counts: Tensor) -> Tensor:

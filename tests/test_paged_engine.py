@@ -66,7 +66,7 @@ def test_tokens_do_not_depend_on_how_steps_are_made(folder: Path, alone, options
 
 def test_preempted_requests_give_the_same_tokens(folder: Path, alone) -> None:
     whole = paged(folder)
-    longest = max(len(whole._tokenize(p)[1]) for p in PROMPTS) + GREEDY.max_tokens
+    longest = max(len(whole.tokenizer(p)["input_ids"]) for p in PROMPTS) + GREEDY.max_tokens
     room = -(-longest // BLOCK_SIZE) + 2
     llm = paged(folder, kv_memory=a_block(whole) * (room + 1), enable_prefix_caching=False)
     assert tokens(llm) == alone

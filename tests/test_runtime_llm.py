@@ -186,7 +186,7 @@ def test_mixed_schemes_take_their_own_kernels(originals, tmp_path):
 
 def test_end_of_sequence_stops_unless_ignored(originals):
     llm = LLM(originals("llama"), dtype="float32")
-    assert llm._eos_token_ids == {EOS}
+    assert llm._maker._eos_token_ids == {EOS}
     free = token_ids(llm, "The cat", SamplingParams(max_tokens=200, temperature=1, seed=3))[0]
     assert free[-1] == EOS and EOS not in free[:-1]  # seed 3 ends by itself
     out = llm.generate("The cat", SamplingParams(200, temperature=1, seed=3))[0].outputs[0]

@@ -1,0 +1,107 @@
+"""Text that must follow a JSON schema, a regular expression or a grammar: which tokens may come
+next, by xgrammar (Dong et al. 2024, arXiv:2411.15100). The package is asked for when it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.errors import UserError
+from .params import StructuredOutputsParams
+
+
+class GrammarCompiler:
+    """For one tokenizer and a model whose logits have `vocabulary` columns. A model without an end
+    of sequence ends where its grammar does.
+
+    UserError where xgrammar or the tokenizer is not there.
+    """
+
+    def __init__(
+        self, tokenizer: Any | None, vocabulary: int, eos_token_ids: Iterable[int]
+    ) -> None:
+        if tokenizer is None:
+            raise UserError("structured outputs need a tokenizer, and the model folder has none")
+        self._xgrammar = _xgrammar()
+        ends = sorted(eos_token_ids)
+        self._ends_alone = not ends
+        info = self._xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocabulary, stop_token_ids=ends or None
+        )
+        self._vocabulary = vocabulary
+        self._compiler = self._xgrammar.GrammarCompiler(info)  # keeps what it has compiled
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """UserError where xgrammar cannot make a grammar of it."""
+        try:
+            compiled = self._compiled(params)
+        except (RuntimeError, ValueError) as e:
+            reason = str(e).strip().splitlines()
+            raise UserError(
+                f"structured outputs cannot follow {params}: {reason[-1] if reason else e}"
+            ) from e
+        return CompiledGrammar(self._xgrammar, compiled, self._vocabulary, self._ends_alone)
+
+    def _compiled(self, params: StructuredOutputsParams) -> Any:
+        if params.json_object:
+            return self._compiler.compile_json_schema('{"type": "object"}')
+        if params.json is not None:
+            text = params.json if isinstance(params.json, str) else json.dumps(params.json)
+            return self._compiler.compile_json_schema(text)
+        if params.regex is not None:
+            return self._compiler.compile_regex(params.regex)
+        if params.grammar is not None:
+            return self._compiler.compile_grammar(params.grammar)
+        words = (json.dumps(word, ensure_ascii=False) for word in params.choice or ())
+        return self._compiler.compile_grammar(f"root ::= {' | '.join(words)}")
+
+
+class CompiledGrammar:
+    """What every continuation that follows it begins with."""
+
+    def __init__(
+        self, xgrammar: Any, compiled: Any, vocabulary: int, terminate_without_stop_token: bool
+    ) -> None:
+        self._xgrammar, self._compiled, self._vocabulary = xgrammar, compiled, vocabulary
+        self._ends_alone = terminate_without_stop_token
+
+    def begin(self) -> Grammar:
+        matcher = self._xgrammar.GrammarMatcher(
+            self._compiled, terminate_without_stop_token=self._ends_alone
+        )
+        return Grammar(matcher, self._xgrammar.allocate_token_bitmask(1, self._vocabulary))
+
+
+class Grammar:
+    """How far one continuation has come."""
+
+    def __init__(self, matcher: Any, bitmask: Tensor) -> None:
+        self._matcher, self._bitmask = matcher, bitmask
+
+    def allowed(self) -> Tensor:
+        """int32 [words] on the CPU: a bit for each token, set where it may come next. Good until
+        the next call."""
+        self._bitmask.fill_(-1)  # which xgrammar leaves where all are allowed
+        self._matcher.fill_next_token_bitmask(self._bitmask, 0)
+        return self._bitmask[0]
+
+    def accept(self, token_id: int) -> None:
+        assert self._matcher.accept_token(token_id), f"token {token_id} was not allowed"
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_terminated()
+
+
+def _xgrammar() -> Any:
+    try:
+        return importlib.import_module("xgrammar")
+    except ImportError as e:
+        raise UserError(
+            f"structured outputs need the package xgrammar ({e}): pip install 'lowbit[serve]'"
+        ) from e
