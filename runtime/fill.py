@@ -1,13 +1,13 @@
 """Give a model on meta its weights: packed linears for the quantized ones, tensors for the rest.
 
-Tensors are read, cast and put in their place one at a time, so the dense model never exists twice,
-and a quantized linear never exists dense at all. What the model needs and what the checkpoint holds
-must be the same set.
+Linears that read one input become one product (runtime/fused.py). Tensors are read, cast and put
+in their place one at a time, so the dense model never exists twice, and a quantized linear never
+exists dense at all. What the model needs and what the checkpoint holds must be the same set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from ..quantize.checkpoint.kv_config import scale_names
 from ..quantize.checkpoint.load import Checkpoint
 from ..quantize.linear_problem import linear_problem
 from ..quantize.spec import LayerScheme
+from .fused import SHARED_INPUTS, Fusion, LinearPart, can_join, fusions, join_biases, put_parts
 from .linear import LinearReport, PackedLinear
+from .models.families import FAMILIES
 
 
 class Filler:
@@ -52,11 +54,14 @@ class Filler:
 
         kernel: the name of the one that all packed linears must run on.
         """
-        reports = [
-            self._pack(module, stored, device, dtype, kernel)
-            for module, stored, _ in tqdm(list(self._quantized()), desc="load linears", delay=2)
-        ]
+        stored = {module: name for module, name, _ in self._quantized()}
+        planned = fusions(stored, lambda parts: self._may_join([stored[p] for p in parts], parts))
+        reports: list[LinearReport] = []
+        for fusion in tqdm(planned, desc="load linears", delay=2):
+            names = [stored[part] for part in fusion.parts]
+            reports += self._pack(fusion, names, device, dtype, kernel)
         self._fill_parameters(device, dtype)
+        self._join_biases(planned)
         self._fill_buffers(device)
         self._check_unused()
         return reports
@@ -80,27 +85,56 @@ class Filler:
             raise UserError(f"'{module}' is quantized, but is a {type(linear).__name__}")
         return linear
 
+    def _may_join(self, stored: Sequence[str], modules: Sequence[str]) -> bool:
+        """Whether quantized linears may be one product, as far as is known without their codes."""
+        if self.model.config.model_type not in FAMILIES.keys() | SHARED_INPUTS:
+            return False
+        schemes = [self.checkpoint.schemes[name] for name in stored]
+        linears = [self._linear(module) for module in modules]
+        return (
+            all(scheme == schemes[0] for scheme in schemes)
+            and len({linear.in_features for linear in linears}) == 1
+            and len({linear.bias is None for linear in linears}) == 1
+        )
+
     def _pack(
         self,
-        module: str,
-        stored: str,
+        fusion: Fusion,
+        stored: Sequence[str],
         device: torch.device,
         dtype: torch.dtype,
         kernel: str | None,
-    ) -> LinearReport:
-        linear = self._linear(module)
-        quantized = self.checkpoint.quantized(stored, device)
-        self._check_shape(f"{module}.weight", quantized.codes, linear.weight)
-        scheme, input_scale = self.checkpoint.schemes[stored], self.checkpoint.input_scale(stored)
-        if input_scale is not None:
-            input_scale = input_scale.to(device, copy=True)  # off the file map
-        packed = PackedLinear(
-            module, quantized, scheme, linear.bias, dtype, device, kernel, input_scale
-        )
-        parent, _, leaf = module.rpartition(".")
-        setattr(self.model.get_submodule(parent), leaf, packed)
-        self._unused.difference_update(self.checkpoint.stored_names(stored))
-        return packed.report
+    ) -> list[LinearReport]:
+        """Pack the linears of `fusion`, whose names in the checkpoint are `stored`, as one where
+        what they hold allows it; their reports."""
+        weights = [self.checkpoint.quantized(name, device) for name in stored]
+        scales = [self.checkpoint.input_scale(name) for name in stored]
+        if not can_join(weights, scales):
+            apart = zip(fusion.parts, stored, strict=True)
+            each = [self._pack(Fusion(p, (p,)), [s], device, dtype, kernel) for p, s in apart]
+            return [report for reports in each for report in reports]
+        linears = [self._linear(part) for part in fusion.parts]
+        for part, linear, weight in zip(fusion.parts, linears, weights, strict=True):
+            self._check_shape(f"{part}.weight", weight.codes, linear.weight)
+        # off the file map
+        scale = None if scales[0] is None else scales[0].to(device, copy=True)
+        alone, scheme = len(linears) == 1, self.checkpoint.schemes[stored[0]]
+        bias = linears[0].bias if alone else None
+        packed = PackedLinear(fusion.module, weights, scheme, bias, dtype, device, kernel, scale)
+        parent, _, leaf = fusion.module.rpartition(".")
+        owner = self.model.get_submodule(parent)
+        setattr(owner, leaf, packed)
+        if not alone:
+            put_parts(owner, packed, [part.rpartition(".")[2] for part in fusion.parts])
+        for name in stored:
+            self._unused.difference_update(self.checkpoint.stored_names(name))
+        return packed.reports(fusion.parts, [len(w.codes) for w in weights])
+
+    def _join_biases(self, planned: Iterable[Fusion]) -> None:
+        for fusion in planned:
+            parts = [self.model.get_submodule(part) for part in fusion.parts]
+            if len(parts) > 1 and isinstance(parts[0], LinearPart):
+                join_biases(self.model.get_submodule(fusion.module), parts)
 
     def _fill_parameters(self, device: torch.device, dtype: torch.dtype) -> None:
         """Read every parameter; those that the model ties share one tensor."""
