@@ -198,6 +198,7 @@ class LLM:
             for request in requests:
                 self._engine.add(request)  # type: ignore[arg-type]  # beams to the paged one alone
             while going:
+                assert self._engine.has_work, f"{len(going)} requests are lost"
                 stepped = self._engine.step()
                 going.difference_update([r for r in stepped if r.finished])
                 yield stepped
