@@ -71,11 +71,13 @@ def run_layers(
         keep_freed_memory()
     with torch.inference_mode():
         batches = model.layer_calls(rows, batch_size)
-        states = [next(iter(b.values())).hidden for b in batches]
+        recorded = [next(iter(b.values())).hidden for b in batches]
+        states = [hidden.clone() for hidden in recorded]  # each layer writes over them
         kwargs = [{name: call.kwargs for name, call in b.items()} for b in batches]
         del batches
         follow = worker.whole_layers or SHIFT in worker.needs  # the float model too
-        targets = states if follow else []  # its hidden states
+        targets = recorded if follow else []  # its hidden states
+        del recorded
         if follow and float_model is not None:
             batches = float_model.layer_calls(rows, batch_size)
             targets = [next(iter(b.values())).hidden for b in batches]
@@ -90,22 +92,23 @@ def run_layers(
                     LayerCall(h, k[name]) for h, k in zip(targets, kwargs, strict=follow)
                 ]
                 targets = [forward_layer(layer, call) for call in float_calls]
-                states = []
+                moved = False
                 if not worker.restore(name, layer):
                     worker.begin(name, layer)
                     for transform in worker.transforms:
                         groups = observe_layer(name, layer, calls, transform, watch)
                         transform.apply(name, layer, groups, calls)
                     if order == "sequential" and not worker.whole_layers:
-                        states = _sequential(
-                            name, layer, calls, float_calls, worker, watch, not last
-                        )
+                        onward = None if last else states
+                        _sequential(name, layer, calls, float_calls, worker, watch, onward)
+                        moved = True
                     else:
                         _observed(name, layer, calls, targets, worker, watch)
                     worker.finish(name, watch.guard.dropped)
-                if not last and not states:
+                if not last and not moved:
                     with worker.quantized_inputs(name, layer):
-                        states = [forward_layer(layer, call) for call in calls]
+                        for index, call in enumerate(calls):
+                            _move_on(states, index, forward_layer(layer, call))
             if number % LAYERS_A_TRIM == 0:
                 release_free_memory()
             progress(name)
@@ -121,9 +124,10 @@ def _sequential(
     float_calls: list[LayerCall],
     worker: LayerWorker,
     watch: Watch,
-    to_the_end: bool,
-) -> list[Tensor]:
-    """The quantized layer's outputs; none unless `to_the_end`, what follows the last linear."""
+    onward: list[Tensor] | None,
+) -> None:
+    """Quantize linear after linear, each on what the quantized ones before it give; `onward`, the
+    calls' hidden states, become the layer's outputs. None: nobody reads those."""
     stops = find_stops(name, layer, calls[0], worker.wants, watch.all_experts)
     observe = Observer(stops, calls, worker, watch.guard)
     passes = [pausable_pass(layer, call) for call in calls]
@@ -142,12 +146,22 @@ def _sequential(
                     batch.resume()
                 for group in observe.take(index):
                     worker.quantize(group)
-            return [batch.finish() for batch in passes] if to_the_end else []
+            if onward is not None:
+                for index, batch in enumerate(passes):
+                    _move_on(onward, index, batch.finish())
     finally:
         for batch in passes:
             batch.close()
         if twin is not None:
             twin.close()
+
+
+def _move_on(states: list[Tensor], index: int, output: Tensor) -> None:
+    """Put a layer's output in place of its input, in the same memory where it fits: what outlives
+    layers then stays where it is and leaves no holes that add up."""
+    there = states[index]
+    same = there.shape == output.shape and there.dtype == output.dtype
+    states[index] = there.copy_(output) if same else output
 
 
 def _observed(
