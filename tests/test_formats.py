@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -83,6 +84,18 @@ def test_the_runtime_computes_what_the_reference_does(name: str, written: dict[s
     assert len(llm.linear_report()) == 14
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_layout_says_which_program_and_version_wrote_it(
+    name: str, written: dict[str, Path]
+) -> None:
+    config = json.loads((written[name] / "config.json").read_text())["quantization_config"]
+    version = importlib.metadata.version("lowbit")
+    if name == "compressed-tensors":
+        assert config["producer"] == {"name": "lowbit", "version": version}
+    else:
+        assert config["meta"]["quantizer"] == [f"lowbit:{version}"]
+
+
 def test_transformers_reads_fine_grained_fp8(written: dict[str, Path]) -> None:
     dequantizing = FineGrainedFP8Config(dequantize=True)  # its kernels want a GPU
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -101,7 +114,6 @@ def test_files_that_readers_of_gptq_look_for(written: dict[str, Path]) -> None:
     assert said == {
         "bits": 3, "group_size": 32, "sym": True, "desc_act": False, "checkpoint_format": "gptq"
     }  # fmt: skip
-    assert config["meta"]["quantizer"][0].startswith("lowbit:")
     assert not (written["awq"] / "quantize_config.json").exists()
 
 
