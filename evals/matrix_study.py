@@ -49,7 +49,7 @@ class Settings:
     skip: int = 0
 
 
-UNSEEN = ("together",)  # settings that change no number
+UNSEEN = ("together", "keep")  # settings that change no number
 FAST = {"samples": 4, "seq_len": 128, "windows": 1, "ctx": 256}
 
 
@@ -146,25 +146,23 @@ class ModelStudy:
 
     def _measure_together(self, rows: Sequence[MatrixRow | PeerRow]) -> None:
         """Measure checkpoints in one pass beside the original, keep the results, remove them."""
-        text = self._evaluation_text()
-        s = self.settings
         folders = {row.key: self._measured_folder(row) for row in rows}
         caches = {row.key: row.kv for row in rows if isinstance(row, MatrixRow) and row.kv}
-        windowing = plan_windowing([self.model], s.ctx, windows=s.windows, skip=s.skip)
-        report = measure_models(
-            {BASE: self.model, **folders},
-            text,
-            windowing,
-            base=BASE,
-            dtype=s.dtype,
-            kv=caches,
-        )
+        report = self._report({BASE: self.model, **folders}, caches)
         write_json(self.folder / "protocol.json", _protocol(report))
         measured = {row.name: row for row in report.rows}
         for row in rows:
             self._keep(row, measured[row.key], measured[BASE])
             if _needs_a_run(row):
                 self._remove(row)
+
+    def _report(self, folders: dict[str, Path], caches: dict[str, str]) -> Report:
+        """The measured `folders`, the original model among them as BASE."""
+        s = self.settings
+        windowing = plan_windowing([self.model], s.ctx, windows=s.windows, skip=s.skip)
+        return measure_models(
+            folders, self._evaluation_text(), windowing, base=BASE, dtype=s.dtype, kv=caches
+        )
 
     def _measured_folder(self, row: MatrixRow | PeerRow) -> Path:
         return self._checkpoint(row)

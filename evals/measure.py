@@ -7,7 +7,7 @@ once and serve every candidate, and nothing but running sums outlives the window
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from .report import Protocol, Report, Row, environment
 from .scorer import context_limit, load_scorer
 from .size import size_report
 from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
+from .tasks import Task, TaskResult, answers, task_result
 from .windows import Bos, Window, Windowing, cut_windows
 
 DEFAULT_CTX = 2048
@@ -72,6 +73,7 @@ def measure_models(
     kv: str | Mapping[str, str] = "auto",
     protocol: str | None = None,
     noise_floor: bool = False,
+    tasks: Sequence[Task] = (),
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
@@ -79,7 +81,7 @@ def measure_models(
     The base's tokenizer is used for all (else the first model's). `kv`: a format of the KV cache
     (quantize/kv_names.py) for all models but the base or, by name, for some; "auto" for what each
     checkpoint says. `protocol`: the name of the windowing, for the report. `noise_floor`: measure
-    the base in bfloat16 against itself, too.
+    the base in bfloat16 against itself, too. `tasks`: questions that each model is to answer.
     Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
     start = time.perf_counter()
@@ -101,6 +103,7 @@ def measure_models(
     used = str(loaded[first].dtype).removeprefix("torch.")
     floor = {FLOOR: _floor_scorer(folders, base, used, where)} if noise_floor else {}
     nll, kld = _tally({**loaded, **floor}, windows, base)
+    answered = _answered(loaded, tasks, tokenizer, base)
     del floor, loaded  # their memory is wanted by the processes that measure speed
     speeds = _speeds(folders, speed, where, caches)
     rows = [
@@ -113,6 +116,7 @@ def measure_models(
             speeds.get(name),
             stored.get(name),
             linear_results(folder),
+            answered.get(name),
         )
         for name, folder in folders.items()
     ]
@@ -191,6 +195,21 @@ def _tally(
                 del log_probs  # before the next model makes its own
                 bar.update()
     return nll, kld
+
+
+def _answered(
+    scorers: Mapping[str, Scorer], tasks: Sequence[Task], tokenizer: Any, base: str | None
+) -> dict[str, list[TaskResult]]:
+    """The results of every task, by model; the base's own have nothing beside them."""
+    steps = len(scorers) * sum(len(task.questions) for task in tasks)
+    found: dict[str, list[TaskResult]] = {name: [] for name in scorers} if tasks else {}
+    with tqdm(total=steps, desc="answering", unit="question", disable=None if tasks else True) as b:
+        for task in tasks:
+            given = {n: answers(s, task, tokenizer, b.update) for n, s in scorers.items()}
+            for name in found:
+                other = None if name == base or base is None else given[base]
+                found[name].append(task_result(task.name, given[name], other))
+    return found
 
 
 def _speeds(

@@ -44,8 +44,8 @@ def tokenizing(tokenizer: Any) -> Tokenizing:
     start = len(whole) - len(plain)
     if whole[start:] != plain:
         raise UserError(
-            "the tokenizer puts special tokens behind a text, for which no named protocol has a "
-            "rule; give --ctx, --stride and --bos instead of --protocol"
+            "the tokenizer puts special tokens behind a text, for which named protocols and tasks "
+            "have no rule; measure without them, by --ctx, --stride and --bos"
         )
     return Tokenizing(tuple(whole[:start]), tokenizer.bos_token_id)
 

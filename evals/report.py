@@ -23,6 +23,7 @@ from .perplexity import Perplexity
 from .results import header
 from .size import SizeReport
 from .speed import DecodeSpeed
+from .tasks import TaskResult
 from .windows import Windowing
 
 PACKAGES = ("torch", "transformers", "tokenizers", "lowbit")
@@ -86,6 +87,7 @@ class Row(NamedTuple):
     speed: DecodeSpeed | None
     kv: str | None = None  # how the KV cache is quantized
     linears: list[LinearResult] | None = None
+    tasks: list[TaskResult] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class Report:
                 for r in self.rows
                 if r.divergence is not None
             ),
+            *(f"{r.name}, {_task(t)}" for r in self.rows for t in r.tasks or []),
             *([] if self.noise_floor is None else [_floor(self.noise_floor)]),
             *DEFINITIONS,
         ]
@@ -198,6 +201,17 @@ def _confidence(found: tuple[ConfidenceBucket, ...]) -> str:
         f"{b.low:.0%}-{b.high:.0%} {b.positions} positions"
         + ("" if b.kld_mean is None else f" KLD {b.kld_mean:.4f} top-1 {b.top1:.1%}")
         for b in found
+    )
+
+
+def _task(t: TaskResult) -> str:
+    right = _with_error(t.accuracy, t.accuracy_stderr, ".2%")
+    norm = _with_error(t.accuracy_norm, t.accuracy_norm_stderr, ".2%")
+    told = f"task {t.task}, {t.questions} questions: {right}, by length {norm}"
+    if (p := t.paired) is None:
+        return told
+    return (
+        f"{told}; right alone: base {p.only_base}, model {p.only_model}, McNemar p {p.p_value:.3f}"
     )
 
 

@@ -7,6 +7,9 @@ beside them. A reader takes versions that it knows and no other: what a number m
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +20,7 @@ from ..kernels.errors import UserError
 
 FORMAT, VERSION = "lowbit-results", 1
 LIMITS = JsonLimits(256 << 20, 8_000_000)
+PACKAGES = ("jsonschema", "jinja2", "matplotlib")  # of the extra
 NEEDED = "reports need packages that are not installed ({}): pip install 'lowbit[evals]'"
 
 
@@ -30,13 +34,19 @@ def header(command: str) -> dict[str, Any]:
     }
 
 
+def require_extra() -> None:
+    """UserError where a package of the extra `evals` is not installed."""
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(NEEDED.format(name))
+
+
 def check_results(value: Any, where: str | Path) -> None:
     """UserError, naming the first fault and its place in the file, where `value` is no results
     file of this version; `where`: its path, for the message."""
-    try:
-        from jsonschema import Draft202012Validator
-    except ImportError as e:
-        raise UserError(NEEDED.format(e.name)) from e
+    require_extra()
+    from jsonschema import Draft202012Validator
+
     from .results_schema import SCHEMA
 
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -53,6 +63,8 @@ def check_results(value: Any, where: str | Path) -> None:
     if faults:
         place = "/".join(map(str, faults[0].absolute_path)) or "the whole"
         raise UserError(f"{where} is no valid results file: at {place}: {faults[0].message[:200]}")
+    if not all(math.isfinite(number) for number in numbers_of(value)):
+        raise UserError(f"{where} is no valid results file: it holds NaN or an infinite number")
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
@@ -63,3 +75,17 @@ def read_results(path: str | Path) -> dict[str, Any]:
     value = read_json_object(path, LIMITS)
     check_results(value, path)
     return value
+
+
+def numbers_of(value: Any) -> Iterator[float | int]:
+    """Every number in a JSON value."""
+    if isinstance(value, bool) or value is None:
+        return
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from numbers_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers_of(inner)

@@ -65,11 +65,12 @@ SPEED = record({
 LINEAR = record({
     "name": STRING, "bits": NUMBER, "method": maybe(STRING), "relative_error": maybe(NUMBER),
 })  # fmt: skip
+PAIRED = record({
+    "only_base": COUNT, "only_model": COUNT, "both": COUNT, "neither": COUNT, "p_value": SHARE,
+})  # fmt: skip
 TASK = record({
     "task": STRING, "questions": COUNT, "accuracy": SHARE, "accuracy_stderr": maybe(NUMBER),
-    "accuracy_norm": SHARE, "accuracy_norm_stderr": maybe(NUMBER), "paired": maybe(record({
-        "only_base": COUNT, "only_model": COUNT, "both": COUNT, "neither": COUNT, "p_value": SHARE,
-    })),
+    "accuracy_norm": SHARE, "accuracy_norm_stderr": maybe(NUMBER), "paired": maybe(PAIRED),
 })  # fmt: skip
 MADE = record(
     {"method": maybe(STRING), "seconds": maybe(NUMBER)},

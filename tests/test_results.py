@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lowbit.evals.report import Environment, Protocol, Report, Row, plain
 from lowbit.evals.results import check_results, read_results
 from lowbit.evals.size import SizeReport
 from lowbit.evals.speed import DecodeSpeed
+from lowbit.evals.tasks import Paired, TaskResult
 from lowbit.evals.windows import Windowing
 from lowbit.kernels.errors import UserError
 
@@ -36,6 +38,7 @@ def test_the_published_schema_is_the_one_in_use() -> None:
         (Perplexity, results_schema.PERPLEXITY), (Divergence, results_schema.DIVERGENCE),
         (ConfidenceBucket, results_schema.BUCKET), (SizeReport, results_schema.SIZE),
         (DecodeSpeed, results_schema.SPEED), (LinearResult, results_schema.LINEAR),
+        (TaskResult, results_schema.TASK), (Paired, results_schema.PAIRED),
         (Windowing, results_schema.WINDOWING), (Protocol, results_schema.PROTOCOL),
         (Environment, results_schema.ENVIRONMENT),
     ],
@@ -48,7 +51,7 @@ def test_the_schema_names_every_field(kind: Any, schema: dict[str, Any]) -> None
 def test_a_row_of_the_schema_is_a_row() -> None:
     known = set(results_schema.ROW["properties"])
     assert set(Row._fields) <= known
-    assert known - set(Row._fields) <= {"tasks", "made"}, "what others than eval write"
+    assert known - set(Row._fields) <= {"made"}, "what others than eval write"
 
 
 def test_a_report_is_a_results_file_and_is_read_back(tmp_path: Path) -> None:
@@ -72,6 +75,7 @@ def test_a_report_is_a_results_file_and_is_read_back(tmp_path: Path) -> None:
         (lambda r: r["rows"][1]["size"].update(file_bytes=-1), "at rows/1/size/file_bytes: -1"),
         (lambda r: r["protocol"].update(windowing=None), "at protocol"),
         (lambda r: r["rows"][1]["divergence"].update(top1=97.0), "at rows/1/divergence"),
+        (lambda r: r["rows"][1]["divergence"].update(kld_mean=float("nan")), "holds NaN"),
     ],
 )
 def test_what_is_no_results_file_is_refused(tmp_path: Path, change: Any, message: str) -> None:
@@ -95,6 +99,9 @@ def test_files_that_are_missing_or_no_json_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "jsonschema", None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "jsonschema" else find(n, *a)
+    )
     with pytest.raises(UserError, match=r"pip install 'lowbit\[evals\]'"):
         check_results({}, "it")

@@ -69,6 +69,10 @@ def evaluate(
             " (docs/methods.md), model: none, auto: as the checkpoint says."
         ),
     ] = "auto",
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(help="Also multiple-choice questions: FILE.jsonl (repeat), docs/evals.md."),
+    ] = None,
     noise_floor: Annotated[
         bool,
         typer.Option("--noise-floor", help="Also the base in bfloat16 against itself."),
@@ -91,11 +95,13 @@ def evaluate(
     from ...calib.text import load_text, load_tokenizer, tokenize
     from ...evals.measure import measure_models
     from ...evals.speed import SpeedPlan
+    from ...evals.tasks import read_task
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
     if report is not None and not report.absolute().parent.is_dir():
         raise UserError(f"no such folder for the report: {report.absolute().parent}")
+    asked = [read_task(file) for file in tasks or ()]
     models = {"base": model_path(base)} if base is not None else {}
     models["model"] = model_path(model)
     folders = list(models.values())
@@ -116,6 +122,7 @@ def evaluate(
         kv=kv,
         protocol=protocol,
         noise_floor=noise_floor,
+        tasks=asked,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()

@@ -1,0 +1,164 @@
+"""The figures of a report as SVG that can stand inside a page.
+
+Drawn by matplotlib without a display. Ink and grid take the page's own text colour, so that one
+drawing serves light and dark and paper; the series' colours are legible on both. Text stays text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .results import require_extra
+from .summary import Json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK = "#010203"  # stands for the page's text colour
+COLOURS = (
+    "#3b82c4", "#d1603d", "#4d9a51", "#9b6bc7", "#b8862b", "#c74b7f", "#2f9c95", "#7b7f86",
+)  # fmt: skip
+MARKERS = "osD^vPX*"
+INCHES = (5.4, 3.4)
+SETTINGS = {
+    "svg.fonttype": "none", "svg.hashsalt": "lowbit", "font.family": "sans-serif", "font.size": 11,
+    "text.parse_math": False, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK, "grid.color": INK, "grid.alpha": 0.15, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
+LEVELS = {
+    "50%": "kld_median", "90%": "kld_p90", "95%": "kld_p95", "99%": "kld_p99",
+    "99.9%": "kld_p999", "max": "kld_max",
+}  # fmt: skip
+LOWEST = 1e-9  # nats that a logarithmic axis shows
+
+
+def figure_svg(kind: str, group: Json, prefix: str) -> str:
+    """The plot `kind` of a summary's group as one <svg> element; `prefix`: of the ids in it.
+
+    UserError where matplotlib is not installed.
+    """
+    require_extra()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    draw, panels = PLOTS[kind]
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(INCHES[0], INCHES[1] * panels), layout="constrained")
+        axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+        draw(list(axes), group)
+        written = io.StringIO()
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(written, format="svg", transparent=True, metadata=nothing)
+    return inline(written.getvalue(), prefix)
+
+
+def inline(svg: str, prefix: str) -> str:
+    """An SVG file's text as an element of a page: no prologue, no fixed size, no sheet of its own,
+    ids that no other figure has, and INK as the page's text colour."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}-", svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    return svg.replace(INK, "currentColor").replace("<svg", '<svg role="img"', 1).strip()
+
+
+def _compared(group: Json) -> list[Json]:
+    return [row for row in group["rows"] if row.get("divergence")]
+
+
+def _style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+
+
+def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequence[str]) -> None:
+    """Every compared row by cost and divergence, a line through the front, the noise floor."""
+    rows = [row for row in _compared(group) if x_of(row) is not None]
+    points = {}
+    for i, row in enumerate(rows):
+        x, y = x_of(row), max(row["divergence"]["kld_mean"], LOWEST)
+        error = row["divergence"]["kld_mean_stderr"]
+        axes.errorbar(x, y, yerr=error, linestyle="none", capsize=2, **_style(i))
+        axes.annotate(
+            row["label"], (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9,
+            clip_on=False,
+        )  # fmt: skip
+        points[row["label"]] = x, y
+    line = sorted(points[label] for label in front if label in points)
+    if len(line) > 1:
+        axes.plot(*zip(*line, strict=True), color=INK, alpha=0.4, linewidth=1, zorder=0)
+    if group["noise_floor"] is not None:
+        floor = max(group["noise_floor"]["kld_mean"], LOWEST)
+        axes.axhline(floor, color=INK, linestyle=":", linewidth=1)
+        axes.annotate(
+            "noise floor", (1, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+            fontsize=9,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    axes.margins(x=0.18, y=0.15)
+    axes.set_ylabel("KLD, nats")
+    axes.grid(True)
+
+
+def _size(axes: list[Axes], group: Json) -> None:
+    _scatter(axes[0], group, lambda r: r["size"]["file_bytes"] / 1e6, group["pareto"]["size"])
+    axes[0].set_xlabel("weights file, MB")
+
+
+def _speed(axes: list[Axes], group: Json) -> None:
+    def decode(row: Json) -> Any:
+        return row["speed"]["decode"] if row.get("speed") else None
+
+    _scatter(axes[0], group, decode, group["pareto"]["speed"])
+    axes[0].set_xlabel("decode, tokens/s")
+
+
+def _quantiles(axes: list[Axes], group: Json) -> None:
+    series = [(row["label"], row["divergence"]) for row in _compared(group)]
+    for i, (label, d) in enumerate(series):
+        heights = [max(d[key], LOWEST) for key in LEVELS.values()]
+        axes[0].plot(list(LEVELS), heights, label=label, markersize=4, **_style(i))
+    if (floor := group["noise_floor"]) is not None:
+        heights = [max(floor[key], LOWEST) for key in LEVELS.values()]
+        axes[0].plot(list(LEVELS), heights, color=INK, linestyle=":", label="noise floor")
+    axes[0].set_yscale("log")
+    axes[0].set_xlabel("positions below")
+    axes[0].set_ylabel("KLD, nats")
+    axes[0].grid(True)
+    axes[0].legend(fontsize=9)
+
+
+def _layers(axes: list[Axes], group: Json) -> None:
+    rows = [row for row in group["rows"] if row["layers"]]
+    for ax, key, label in zip(
+        axes, ("relative_error", "bits"), ("relative output error", "bits per weight"), strict=True
+    ):
+        for i, row in enumerate(rows):
+            known = [(at["layer"], at[key]) for at in row["layers"] if at[key] is not None]
+            if known:
+                x, y = zip(*known, strict=True)
+                ax.plot(x, y, label=row["label"], markersize=3, **_style(i))
+        ax.set_ylabel(label)
+        ax.grid(True)
+    if any(at["relative_error"] for row in rows for at in row["layers"]):
+        axes[0].set_yscale("log")
+    axes[-1].legend(fontsize=9)
+    axes[-1].set_xlabel("decoder layer")
+
+
+Draw = Callable[[list[Any], Json], None]
+PLOTS: dict[str, tuple[Draw, int]] = {  # how, and in how many panels
+    "size": (_size, 1),
+    "speed": (_speed, 1),
+    "quantiles": (_quantiles, 1),
+    "layers": (_layers, 2),
+}
