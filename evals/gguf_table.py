@@ -77,7 +77,8 @@ def write_table(table: Table) -> bytes:
 def _alignment(table: Table) -> int:
     """general.alignment, or 32 where it is no power of two that a small file has."""
     said = next((k.value for k in table.keys if k.name == b"general.alignment"), 32)
-    return said if said in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) else 32
+    right = type(said) is int and said in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    return said if right else 32
 
 
 def _size(row: Row) -> int:

@@ -89,6 +89,12 @@ def test_a_gguf_table_is_written_back_as_it_was_read(name: str, sources: Path) -
     assert write_table(read_table(data)) == data
 
 
+def test_any_choices_give_a_gguf_file(sources: Path) -> None:
+    whole = (sources / "gguf" / "m.gguf").read_bytes()
+    for seed in range(10 * TRIALS):
+        assert mutate_gguf(whole, random.Random(seed).randrange)[:4] == b"GGUF"
+
+
 def test_damaged_gguf_keys_reach_the_readers_of_their_values(sources: Path, tmp_path: Path) -> None:
     """Most inputs have a whole container, so that what is tried is behind its check."""
     whole = (sources / "gguf" / "m.gguf").read_bytes()
