@@ -172,6 +172,11 @@ def choose_attention(
     return choose("attention", attention_kernels(), problem, force)
 
 
+@functools.lru_cache(maxsize=256)
+def _chosen(problem: AttentionProblem, force: str | None) -> AttentionKernel:
+    return choose_attention(problem, force).candidate
+
+
 def paged_attention(
     q: Tensor,
     keys: BlockPool,
@@ -181,5 +186,5 @@ def paged_attention(
     force: str | None = None,
 ) -> AttentionOutput:
     """`paged_attention_reference` by the kernel that `choose_attention` takes."""
-    choice = choose_attention(attention_problem(q, keys, values, options), force)
-    return choice.candidate.run(q, keys, values, batch, options)
+    kernel = _chosen(attention_problem(q, keys, values, options), force)
+    return kernel.run(q, keys, values, batch, options)

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from .plain_linear import has_fast_float32
+
 
 def float32_linears() -> AbstractContextManager[Any]:
     """A context in which float32 linears on a CPU that need no gradient are computed the faster
     way; what they give differs by float32 rounding only."""
-    return _OneDNNLinears() if _is_faster() else nullcontext()
+    return _OneDNNLinears() if has_fast_float32() else nullcontext()
 
 
 class _OneDNNLinears(TorchFunctionMode):
@@ -40,8 +42,3 @@ class _OneDNNLinears(TorchFunctionMode):
 
 def _takes(t: Tensor) -> bool:
     return t.dtype == torch.float32 and t.device.type == "cpu" and t.layout == torch.strided
-
-
-def _is_faster() -> bool:
-    avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return avx512 and torch.backends.mkldnn.is_available()

@@ -101,14 +101,20 @@ def kv_store_reference(
 @functools.cache
 def store_kernels() -> tuple[StoreKernel, ...]:
     """The dispatch table, best first. The last one accepts everything that can be stored."""
+    from .kv_store_cpu import TORCH_CPU
     from .kv_store_triton import TRITON
 
-    return TRITON, StoreKernel("reference", _decline, kv_store_reference)
+    return TRITON, TORCH_CPU, StoreKernel("reference", _decline, kv_store_reference)
 
 
 def choose_store(problem: StoreProblem, force: str | None = None) -> Choice[StoreKernel]:
     """The kernel that runs `problem`; UserError when the one named `force` cannot."""
     return choose("kv_store", store_kernels(), problem, force)
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(problem: StoreProblem, force: str | None) -> StoreKernel:
+    return choose_store(problem, force).candidate
 
 
 def kv_store(
@@ -123,8 +129,7 @@ def kv_store(
 ) -> Tensor:
     """`kv_store_reference` by the kernel that `choose_store` takes."""
     problem = StoreProblem(keys.form, values.form, q.dtype, q.device.type)
-    run = choose_store(problem, force).candidate.run
-    return run(q, k, v, keys, values, tokens, options)
+    return _chosen(problem, force).run(q, k, v, keys, values, tokens, options)
 
 
 def _decline(problem: StoreProblem) -> str | None:

@@ -8,10 +8,11 @@ quantized one. The kernel `dequant` keeps the codes instead and pays on every ca
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem, dense_weight
+from .plain_linear import TORCH, PlainKernel, PlainProblem, choose_plain
 
 
 def _decline(problem: LinearProblem) -> str | None:
@@ -20,14 +21,21 @@ def _decline(problem: LinearProblem) -> str | None:
     return None if problem.kind == "float" else "is for float codes; whole numbers stay packed"
 
 
+def _plain(problem: LinearProblem) -> PlainKernel:
+    """Float32 is the reference's own product, to the last bit."""
+    if problem.dtype == torch.float32:
+        return TORCH
+    return choose_plain(PlainProblem(problem.dtype, problem.device)).candidate
+
+
 def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:
-    return (dense_weight(operands, problem, problem.dtype),)
+    return (_plain(problem).pack(dense_weight(operands, problem, problem.dtype)),)
 
 
 def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
-    return F.linear(x, tensors[0], bias)
+    return _plain(problem).run(x, tensors[0], bias)
 
 
 DENSE = LinearKernel("dense", _decline, _pack, _run, note="dequantized when loaded")

@@ -94,15 +94,20 @@ def choose_norm(problem: NormProblem, force: str | None = None) -> Choice[NormKe
     return choose(problem.op, norm_kernels(), problem, force)
 
 
+@functools.lru_cache(maxsize=256)
+def _chosen(problem: NormProblem, force: str | None) -> NormKernels:
+    return choose_norm(problem, force).candidate
+
+
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, force: str | None = None
 ) -> Normed:
     """`rms_norm_reference` by the kernel that `choose_norm` takes."""
     problem = NormProblem("rms_norm", x.shape[-1], x.dtype, x.device.type)
-    return choose_norm(problem, force).candidate.rms_norm(x, weight, eps, residual)
+    return _chosen(problem, force).rms_norm(x, weight, eps, residual)
 
 
 def gated_mul(gate_up: Tensor, gate: Gate, force: str | None = None) -> Tensor:
     """`gated_mul_reference` by the kernel that `choose_norm` takes."""
     problem = NormProblem("gated_mul", gate_up.shape[-1], gate_up.dtype, gate_up.device.type)
-    return choose_norm(problem, force).candidate.gated_mul(gate_up, gate)
+    return _chosen(problem, force).gated_mul(gate_up, gate)

@@ -126,7 +126,7 @@ def test_dense_linears_are_fused_without_a_second_copy(folders) -> None:
     model = loaded(folders("qwen2"))
     decoder = Decoder(model, max_len=64)
     attention = model.model.layers[0].self_attn
-    whole = decoder.layers[0]._qkv._linears[0].weight
+    whole = decoder.layers[0]._qkv._linears[0].packed
     assert attention.q_proj.weight.data_ptr() == whole.data_ptr()
     assert whole.shape[0] == 64 + 2 * 32
     assert attention.v_proj.weight.untyped_storage().data_ptr() == whole.data_ptr()

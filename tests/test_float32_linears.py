@@ -11,7 +11,7 @@ from torch import nn
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a CPU on which torch's own is as fast."""
-    monkeypatch.setattr(module, "_is_faster", torch.backends.mkldnn.is_available)
+    monkeypatch.setattr(module, "has_fast_float32", torch.backends.mkldnn.is_available)
 
 
 @pytest.mark.parametrize("bias", [False, True])

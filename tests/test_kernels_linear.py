@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowbit.kernels import linear_dequant
+from lowbit.kernels import linear_dequant, linear_int4
 from lowbit.kernels.activations import fake_quantize_activation, quantize_activation
 from lowbit.kernels.bitplanes import pack_planes, plane_widths, unpack_planes
 from lowbit.kernels.elements import elements_of, int_elements
@@ -137,6 +137,22 @@ def test_int4_kernel_is_the_reference_in_bf16(group, symmetric, with_bias):
             # bf16 weights, a bf16 product and a bf16 sum with the bias: half an ulp, 2^-9, each
             tolerance = 3 * 2**-9 * exact.abs().max() + 2**-9
             assert (y.float() - exact).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int4pack_dequantizes_for_many_rows(symmetric, group_size, with_bias) -> None:
+    """As the definition does: the weight is rounded once, or twice where it has zero-points."""
+    p = problem(symmetric=symmetric, group_size=group_size, out_features=192)
+    y, reference, made_of = run("int4pack_cpu", p, (2, linear_int4.MAX_ROWS), with_bias)
+    exact = exactly(*made_of, p)
+    error = (y.float() - exact).norm() / exact.norm()
+    assert error < 2 * (reference.float() - exact).norm() / exact.norm()
+    few = KERNELS["int4pack_cpu"].run(
+        made_of[0][:1], KERNELS["int4pack_cpu"].pack(made_of[1], p), made_of[2], p
+    )
+    assert (y[:1] - few).float().norm() < 0.01 * few.float().norm()
 
 
 def test_int4_kernel_rows_do_not_depend_on_the_batch():

@@ -203,3 +203,32 @@ def test_what_does_not_fit_is_named(kernel_device):
 
 def _on(rotary: Rotary, device: torch.device) -> Rotary:
     return rotary._replace(cos=rotary.cos.to(device), sin=rotary.sin.to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("rotary_dim", "interleaved", "normed"),
+    [(32, False, False), (32, False, True), (16, False, False), (32, True, True), (0, False, True)],
+)
+def test_the_cpu_kernel_stores_what_the_definition_does(
+    dtype, together, rotary_dim, interleaved, normed
+) -> None:
+    case = Stored((None, None), tokens=7, dtype=dtype)
+    if together:  # as parts of one product
+        whole = torch.cat([case.q, case.k, case.v], 1)
+        case.q, case.k, case.v = whole.split([4, 2, 2], 1)
+    rotary = table(rotary_dim, interleaved) if rotary_dim else None
+    options = StoreOptions(rotary, case.norm if normed else None, rotate_queries=True)
+    kernel = choose_store(StoreProblem(*(p.form for p in case.pools()), dtype, "cpu")).candidate
+    assert kernel.name == "torch_cpu"
+    got, expected = case.pools(), case.pools()
+    for _ in range(2):  # as two layers do, which share what the step's tokens have in common
+        q = kernel.run(case.q, case.k, case.v, *got, case.tokens, options)
+    reference = kv_store_reference(case.q, case.k, case.v, *expected, case.tokens, options)
+    assert q.dtype == dtype
+    close = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-3}
+    torch.testing.assert_close(q, reference, **close)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert bool(theirs.codes.any())
+        torch.testing.assert_close(ours.codes, theirs.codes, **close)

@@ -22,7 +22,7 @@ from ...kernels.norm_ops import Gate, gated_mul, rms_norm
 from ...kernels.paged_kv import BlockPool
 from ...kernels.rotary import Rotary
 from .families import FAMILIES, Family, decline_decoder
-from .projection import Projection
+from .projection import Projection, in_place, output_head
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -53,11 +53,10 @@ class Norm(NamedTuple):
 class Decoder:
     """A loaded transformers model of a family in FAMILIES, as the engine runs it.
 
-    model: transformers' module, whose linears may be packed; its dense linears become views of
-    fused ones. max_len: positions that the rotary tables hold. windows: the sliding windows of its
-    layers (None: all keys are seen), which are the kinds of layers; kinds: of each layer its number
-    there. UserError, with the reason, for what
-    `decline_decoder` declines.
+    model: transformers' module, whose linears may be packed; those of floats become views or parts
+    of what runs here. max_len: positions that the rotary tables hold. windows: the sliding windows
+    of its layers (None: all keys are seen), which are the kinds of layers; kinds: of each layer its
+    number there. UserError, with the reason, for what `decline_decoder` declines.
     """
 
     def __init__(self, model: Any, max_len: int) -> None:
@@ -75,7 +74,7 @@ class Decoder:
         self.windows = tuple(dict.fromkeys(layer.sliding_window for layer in self.layers))
         self.kinds = [self.windows.index(layer.sliding_window) for layer in self.layers]
         self._norm = Norm.of(base.norm, family.norm_offset)
-        self._head = model.get_output_embeddings()
+        self._head = output_head(model)
         self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
@@ -119,7 +118,7 @@ class DecoderLayer:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self._qkv = Projection.in_module(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        self._out = attention.o_proj
+        self._out = in_place(attention, "o_proj")
         self._wide_norms, head_norm = _query_key_norms(attention, family, self.head_dim)
         self._store = StoreOptions(rotary, head_norm, rotate_queries=True)
         self._attend = AttentionOptions(
@@ -186,7 +185,7 @@ class _Gated:
 
     def __init__(self, module: Any, gate: Gate) -> None:
         self._gate_up = Projection.in_module(module, "gate_up_proj", ("gate_proj", "up_proj"))
-        self._down = module.down_proj
+        self._down = in_place(module, "down_proj")
         self._gate: Gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:

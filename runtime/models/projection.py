@@ -1,56 +1,99 @@
-"""Linears that read the same input, as one product where their weights allow it."""
+"""The linears of a decoder: those that read one input as one product, weights as kernels take them.
+
+Packed checkpoints come with their products (runtime/fused.py); those of unquantized weights are
+made here. Where a kernel keeps a weight in its own layout (kernels/plain_linear.py), the module's
+linears become parts of it, so that no weight is held twice; where it does not, they become views.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.plain_linear import PlainProblem, choose_plain
+from ..fused import joined, put_parts
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class PlainLinear(nn.Module):
+    """y = x @ W.T + bias, W floats in a kernel's own layout; x [..., in] to [..., out]."""
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.kernel = choose_plain(PlainProblem(weight.dtype, weight.device.type)).candidate
+        self.packed = self.kernel.pack(weight.detach())
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel.run(x, self.packed, self.bias)
+
 
 class Projection:
-    """`linears` side by side: x [tokens, in] to [tokens, sum of outs].
+    """`linears` side by side: x [tokens, in] to [tokens, sum of outs]."""
 
-    Dense linears become views of one weight, so that nothing is held twice; packed ones are run one
-    by one unless the loader has packed them together.
-    """
-
-    def __init__(self, linears: Sequence[Any]) -> None:
-        self._linears = _fused(linears)
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = list(linears)
 
     @classmethod
     def in_module(cls, module: Any, fused: str, apart: Sequence[str]) -> Projection:
-        """The linear `fused` of a module where it has one, else those named `apart`."""
-        whole = getattr(module, fused, None)
-        return cls([getattr(module, n) for n in apart] if whole is None else [whole])
+        """The linear `fused` of a module where it has one, else those named `apart`: as one where
+        their weights are floats."""
+        if getattr(module, fused, None) is not None:
+            return cls([in_place(module, fused)])
+        linears = [getattr(module, name) for name in apart]
+        if not all(_is_plain(linear) for linear in linears):
+            return cls([in_place(module, name) for name in apart])
+        biases = [linear.bias for linear in linears]
+        if len({bias is None for bias in biases}) > 1:
+            return cls([in_place(module, name) for name in apart])
+        bias = None if biases[0] is None else joined(biases)
+        whole = PlainLinear(joined([linear.weight for linear in linears]), bias)
+        if whole.kernel.repacks:
+            setattr(module, fused, whole)
+            put_parts(module, whole, apart)
+        return cls([whole])
 
     def __call__(self, x: Tensor) -> Tensor:
-        outs = [linear(x) for linear in self._linears]
+        outs = self._outs(x)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     def parts(self, x: Tensor, heads: Sequence[int], head_dim: int) -> tuple[Tensor, ...]:
         """The product by heads: [tokens, heads[i], head_dim] for each i."""
-        outs = [linear(x).unflatten(-1, (-1, head_dim)) for linear in self._linears]
+        outs = [y.view(len(y), y.shape[1] // head_dim, head_dim) for y in self._outs(x)]
         return outs[0].split(list(heads), dim=1) if len(outs) == 1 else tuple(outs)
 
-
-def _fused(linears: Sequence[Any]) -> list[Any]:
-    dense = all(type(linear) is nn.Linear for linear in linears)
-    biased = {linear.bias is not None for linear in linears if dense}
-    if len(linears) == 1 or not dense or len(biased) > 1:
-        return list(linears)
-    heights = [linear.out_features for linear in linears]
-    whole = nn.Linear(linears[0].in_features, sum(heights), biased.pop(), device="meta")
-    whole.weight = _joined([linear.weight for linear in linears])
-    if whole.bias is not None:
-        whole.bias = _joined([linear.bias for linear in linears])
-    return [whole]
+    def _outs(self, x: Tensor) -> list[Tensor]:
+        return [linear(x) for linear in self._linears]
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-    """One parameter of which `parameters` become views."""
-    joined = torch.cat([p.data for p in parameters])
-    for p, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-        p.data = part
-    return nn.Parameter(joined, requires_grad=False)
+def in_place(module: Any, name: str) -> Linear:
+    """The linear `name` of a module as it runs. One of floats is replaced in the module where its
+    kernel has the weight in a layout of its own."""
+    linear = getattr(module, name)
+    if not _is_plain(linear):
+        return linear
+    plain = PlainLinear(linear.weight, linear.bias)
+    if plain.kernel.repacks:
+        setattr(module, name, plain)
+    return plain
+
+
+def output_head(model: Any) -> Linear:
+    """The output head as it runs; one that is tied to the embedding is kept beside it where its
+    kernel has the weight in a layout of its own."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not _is_plain(head):
+        return head
+    plain = PlainLinear(head.weight, head.bias)
+    if plain.kernel.repacks and head.weight is not embedding.weight:
+        model.set_output_embeddings(plain)
+    return plain
+
+
+def _is_plain(linear: Any) -> bool:
+    return type(linear) is nn.Linear
