@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .compare import compare
 from .convert import convert
 from .demo import demo
 from .doctor import doctor
@@ -16,6 +17,7 @@ from .generate import generate
 from .imatrix import imatrix
 from .inspect import inspect
 from .plan import plan
+from .report import report
 from .run import run
 from .verify import verify
 
@@ -54,6 +56,8 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(generate)
 app.command("eval")(evaluate)
+app.command()(compare)
+app.command()(report)
 app.command()(convert)
 app.command()(imatrix)
 app.command()(export)
