@@ -201,7 +201,7 @@ def test_markdown_holds_the_same_numbers(summary: dict[str, Any]) -> None:
 def test_what_speed_nobody_measured_is_left_out() -> None:
     bare = summarize([("a.json", results(speed=False))])
     text = html(bare, "t")
-    assert "decode" not in text.partition("Protocol")[0] and "Divergence against size" in text
+    assert "tokens/s" not in text.partition("Protocol")[0] and "Divergence against size" in text
     alone = json.loads(sample_report(models=0).to_json())
     alone["protocol"]["base"], alone["noise_floor"] = None, None
     assert "<svg" not in html(summarize([("a.json", alone)]), "t")
