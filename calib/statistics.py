@@ -92,8 +92,8 @@ class InputShift:
         for chunk, other in zip(
             flat.split(TOKENS_A_CHUNK), others.split(TOKENS_A_CHUNK), strict=True
         ):
-            chunk = chunk.float()
-            add_product(self._sum, other.float() - chunk, chunk)
+            moved = other - chunk  # rounded to the inputs' dtype once more, an error without a bias
+            add_product(self._sum, moved.float(), chunk.float(), flat.dtype == torch.bfloat16)
 
     def mean(self) -> Tensor:
         """D, in the sum's own memory, as `Hessian.mean`."""

@@ -31,19 +31,27 @@ from .matrix_table import Result, rich_table, table
 from .process_cost import run_command
 
 TOOL = "llama.cpp"
-BARS = {  # of a file type's GPTQ row; 1 where none is given: never worse
-    "Q4_K_M": Bar(0.75), "Q4_0": Bar(0.75), "Q3_K_M": Bar(0.65), "IQ4_XS": Bar(0.65),
-    "Q2_K": Bar(1.2, "nats"),
-}  # fmt: skip
+SHARES = {"Q4_K_M": 0.75, "Q4_0": 0.75, "Q3_K_M": 0.65, "IQ4_XS": 0.65}  # 1 of others: never worse
+NATS = {"Q2_K": 1.2}  # where rounding is hardly a language model any more
 TYPES = (
     "Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_K_S", "Q4_K_M", "Q5_0", "Q5_K_M",
     "Q6_K", "Q8_0",
 )  # fmt: skip
 METHODS = {"round": (), "imatrix": (), "gptq": ("--method", "gptq")}
+
+
+def _bar(kind: str) -> Bar:
+    """What a type's GPTQ row is held to: the same type rounded with the importance matrix, which
+    are llama-quantize's bytes (docs/gguf.md), so that it can be told without its programs too."""
+    if kind in NATS:
+        return Bar(NATS[kind], "nats")
+    return Bar(SHARES.get(kind, 1.0), f"{kind}/imatrix")
+
+
 ROWS = tuple(
     MatrixRow(
         kind, method, options=("--type", kind, *options),
-        bar=BARS.get(kind, Bar(1.0)) if method == "gptq" else None,
+        bar=_bar(kind) if method == "gptq" else None,
     )
     for kind in TYPES
     for method, options in METHODS.items()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lowbit.evals import gguf_matrix, matrix_study
 from lowbit.evals.gguf_matrix import PEER_ROWS, ROWS
 from lowbit.evals.llamacpp_tools import LlamaTools, parsed
+from lowbit.evals.matrix_table import Result, verdict
 from lowbit.evals.process_cost import ProcessCost
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.gguf.export import export_gguf
@@ -42,6 +44,20 @@ def test_every_row_is_a_file_type() -> None:
     assert {row.family for row in ROWS} <= FILE_TYPES.keys()
     assert {row.family for row in PEER_ROWS} == {row.family for row in ROWS}
     assert all((row.bar is not None) == (row.method == "gptq") for row in ROWS)
+
+
+def test_a_gptq_row_is_held_to_the_same_type_rounded() -> None:
+    rows = {row.key: row for row in ROWS}
+    assert all(r.bar.of in (f"{r.family}/imatrix", "nats") for r in ROWS if r.bar is not None)
+    results = {
+        f"Q4_0/{method}": Result(f"Q4_0/{method}", "Q4_0", method, perplexity=20.0, kld=kld)
+        for method, kld in (("imatrix", 0.2), ("gptq", 0.14))
+    }
+    found = verdict(rows["Q4_0/gptq"].bar, results["Q4_0/gptq"], "m", results)
+    assert found is not None and found.passed and found.ratio == pytest.approx(0.7)
+    worse = replace(results["Q4_0/gptq"], kld=0.16)
+    found = verdict(rows["Q4_0/gptq"].bar, worse, "m", results)
+    assert found is not None and not found.passed
 
 
 @pytest.fixture

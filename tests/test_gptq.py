@@ -94,6 +94,18 @@ def test_correction_of_inputs_brings_outputs_nearer_to_the_float_models(layer) -
     assert error(1.0) < 0.5 * error(0.5) < 0.5 * error(0.0)
 
 
+def test_the_shift_of_bfloat16_inputs_is_summed_without_a_bias() -> None:
+    g = torch.Generator().manual_seed(4)
+    f = torch.randn(4096, COLUMNS, generator=g).bfloat16()
+    x = (f + 0.05 * torch.randn(f.shape, generator=g)).bfloat16()
+    shift = InputShift(COLUMNS)
+    shift.add_pair(x, f)
+    exact = (f.double() - x.double()).T @ x.double() / len(x)
+    assert shift.mean().dtype == torch.float32
+    assert (shift.mean() - exact).norm() < 1e-3 * exact.norm()
+    assert abs((shift.mean() - exact).diagonal().mean() / exact.diagonal().mean()) < 1e-4
+
+
 REFINED = {
     "w4": QuantSpec(4, granularity=Group(32)),
     "w2 asym": QuantSpec(2, granularity=Group(32), symmetric=False),

@@ -12,6 +12,7 @@ passes/refine.py; the scales stay. Rows do not interact and are done at once, he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from .blocks.base import in_threads
 from .blocks.scaled import ScaledCodec, Scales
 
 LAZY = 128  # columns between two updates of all that follow, or one block where that is more
+INNER = 32  # columns between two updates of the rest of those; a block is a multiple
 
 
 class BlocksResult(NamedTuple):
@@ -56,56 +58,71 @@ def gguf_gptq(w: Tensor, factor: Factor, codec: type[ScaledCodec], sweeps: int =
     span = max(codec.block, LAZY // codec.block * codec.block)
     for start in range(0, w.shape[1], span):
         state.solve(start, min(start + span, w.shape[1]))
-    for _ in range(sweeps):
-        state.sweep(span)
+    state.look_again(sweeps, span)
     return state.result()
 
 
 class _State:
-    """working: weights in processing order, consumed. step, shift: float32 [sub-blocks, out].
-    codes, values: [in, out], memory order. fields: of each block's scales, by its number."""
+    """working: weights in processing order, consumed. values: [in, out], memory order. grids: of
+    each sub-block, by its number. fields: of each block's scales, by its number."""
 
     def __init__(self, w: Tensor, factor: Factor, codec: type[ScaledCodec]) -> None:
-        out, columns = w.shape
         self._factor, self._codec = factor, codec
-        self._w = w.float().T
+        self._w = w.float().T.contiguous()
         self._working = self._w[factor.order].contiguous()
         self._order = factor.order.tolist()
-        self._step = w.new_empty(columns // codec.sub, out, dtype=torch.float32)
-        self._shift: Tensor | None = None
-        self._codes = torch.empty(columns, out, dtype=codec.code_dtype, device=w.device)
         self._values = torch.empty_like(self._working)
+        self._rows = self._values.unbind(0)
+        self._grids: dict[int, _Grid] = {}
         self._fields: dict[int, tuple[Tensor, ...]] = {}
 
     def solve(self, start: int, stop: int) -> None:
         """Columns start .. stop of the order, whole blocks; then what follows makes up for them."""
         block, u = self._codec.block, self._factor.u
-        chunk, within = self._working[start:stop], u[start:stop, start:stop]
-        errors = torch.empty_like(chunk)
-        for i in range(stop - start):
+        due = self._working[start:stop]
+        pivots = u.diagonal()[start:stop].tolist()
+
+        def decide(i: int, column: Tensor, error: Tensor) -> None:
             if i % block == 0:
-                ahead = slice(i, i + block)
-                self._choose(start + i, chunk[ahead] - within[:i, ahead].T @ errors[:i])
-            column = torch.addmv(chunk[i], errors[:i].T, within[:i, i], alpha=-1)
+                self._choose(start + i, due[i : i + block])
             value = self._round(self._order[start + i], column)
-            torch.sub(column, value, out=errors[i]).div_(within[i, i])
+            torch.sub(column, value, out=error).div_(pivots[i])
+
+        errors = torch.empty_like(due)
+        _in_turn(due, u[start:stop, start:stop], decide, errors)
         if stop < len(u):
             self._working[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
 
-    def sweep(self, span: int) -> None:
-        """Every code once more, in order: the one of least error with all others as they are."""
+    def look_again(self, sweeps: int, span: int) -> None:
+        """Every code `sweeps` times more: the one of least error with all others as they are."""
+        if sweeps:
+            product = self._factor.damped() @ (self._w - self._values)
+            for _ in range(sweeps):
+                self._sweep(span, product)
+
+    def _sweep(self, span: int, product: Tensor) -> None:
+        """One look at each column in order. product: the damped Hessian's with what is left of the
+        weight, kept up to date."""
         hessian, diagonal = self._factor.hessian, self._factor.diagonal
-        product = self._factor.damped() @ (self._w - self._values)
+        damping = diagonal - hessian.diagonal()
         for columns in self._factor.order.split(span):
-            inner = hessian[columns][:, columns]
-            before, due = self._values[columns], product[columns]
-            moves = torch.empty_like(before)
-            for i, column in enumerate(columns.tolist()):
-                slope = torch.addmv(due[i], moves[:i].T, inner[:i, i], alpha=-1)
-                value = self._round(column, before[i] + slope / diagonal[column])
-                torch.sub(value, before[i], out=moves[i])
+            moves = self._moved(columns, product[columns])
             product.addmm_(hessian[:, columns], moves, alpha=-1)
-            product[columns] -= (diagonal - hessian.diagonal())[columns, None] * moves
+            product[columns] -= damping[columns, None] * moves
+
+    def _moved(self, columns: Tensor, due: Tensor) -> Tensor:
+        """How far the values of `columns` move [n, out], those before them in order moved already;
+        due [n, out], consumed: the product's rows."""
+        before, numbers = self._values[columns], columns.tolist()
+        shares = (1 / self._factor.diagonal[columns]).tolist()
+
+        def decide(i: int, slope: Tensor, move: Tensor) -> None:
+            wish = torch.add(before[i], slope, alpha=shares[i])
+            torch.sub(self._round(numbers[i], wish), before[i], out=move)
+
+        moves = torch.empty_like(before)
+        _in_turn(due, self._factor.hessian[columns][:, columns], decide, moves)
+        return moves
 
     def result(self) -> BlocksResult:
         """What was chosen, as bytes."""
@@ -116,7 +133,7 @@ class _State:
                 f"the weight, with what it makes up for, is too large for {codec.name}: its scales "
                 "are float16; choose another type for this tensor"
             )
-        codes = self._codes.T
+        codes = self._codes().T
         parts = [
             codec.pack(*self._fields[n], codes[:, n * codec.block : (n + 1) * codec.block])
             for n in range(codes.shape[1] // codec.block)
@@ -134,22 +151,72 @@ class _State:
         weight = self._factor.diagonal[number * codec.block : (number + 1) * codec.block]
         scales = fit_scales(rows.T.contiguous(), weight, codec)
         self._fields[number] = scales.fields
-        subs = slice(number * codec.block // codec.sub, (number + 1) * codec.block // codec.sub)
-        self._step[subs] = scales.step.T
-        if scales.shift is not None:
-            if self._shift is None:
-                self._shift = torch.empty_like(self._step)
-            self._shift[subs] = scales.shift.T
+        count = codec.block // codec.sub
+        steps = scales.step.T.contiguous()
+        shifts = [None] * count if scales.shift is None else scales.shift.T.contiguous()
+        for i, (step, shift) in enumerate(zip(steps, shifts, strict=True)):
+            self._grids[number * count + i] = _Grid.of(step, shift)
 
     def _round(self, column: int, wish: Tensor) -> Tensor:
-        """Note the codes nearest to `wish` [out] for a column; their values [out]."""
-        sub = column // self._codec.sub
-        step, shift = self._step[sub], None if self._shift is None else self._shift[sub]
-        scaled = (wish if shift is None else wish - shift) / torch.where(step == 0, 1.0, step)
-        self._codes[column], levels = self._codec.nearest(scaled)
-        value = step * levels if shift is None else step * levels + shift
-        self._values[column] = value
-        return value
+        """Note what `wish` [out] comes to for a column: the nearest values of its grid [out]."""
+        grid = self._grids[column // self._codec.sub]
+        return grid.value(self._codec.nearest(grid.scaled(wish))[1], self._rows[column])
+
+    def _codes(self) -> Tensor:
+        """Of the values, in memory order: [in, out] of code_dtype."""
+        codes = torch.empty_like(self._values, dtype=self._codec.code_dtype)
+        for sub, grid in self._grids.items():
+            own = slice(sub * self._codec.sub, (sub + 1) * self._codec.sub)
+            codes[own] = self._codec.nearest(grid.scaled(self._values[own]))[0]
+        return codes
+
+
+class _Grid(NamedTuple):
+    """The grid of a sub-block in each row: value = step * level + shift, all float32 [out]; shift
+    None: 0. inverse: 1 / step, 1 where that is 0; offset: -shift / step."""
+
+    step: Tensor
+    inverse: Tensor
+    shift: Tensor | None
+    offset: Tensor | None
+
+    @classmethod
+    def of(cls, step: Tensor, shift: Tensor | None) -> _Grid:
+        inverse = 1 / torch.where(step == 0, 1.0, step)
+        return cls(step, inverse, shift, None if shift is None else -shift * inverse)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Weights [..., out] as levels that need not be whole."""
+        if self.offset is None:
+            return x * self.inverse
+        return torch.addcmul(self.offset, x, self.inverse)
+
+    def value(self, levels: Tensor, out: Tensor) -> Tensor:
+        """The values of levels [out], into `out`."""
+        if self.shift is None:
+            return torch.mul(self.step, levels, out=out)
+        return torch.addcmul(self.shift, self.step, levels, out=out)
+
+
+def _in_turn(
+    due: Tensor, coupling: Tensor, decide: Callable[[int, Tensor, Tensor], None], moves: Tensor
+) -> None:
+    """What columns come to, one after the other: decide(i, x_i, moves[i]) writes the move of column
+    i where x_i = due[i] - the sum over j < i of coupling[j, i] * moves[j].
+
+    due [n, out], consumed: from any multiple of INNER on it holds what is due by then; moves
+    [n, out]; coupling [n, n].
+    """
+    for first in range(0, len(due), INNER):
+        last = first + INNER
+        inside, own = coupling[first:last, first:last], moves[first:last]
+        for i in range(INNER):
+            x = due[first + i]
+            if i:
+                x = torch.addmv(x, own[:i].T, inside[:i, i], alpha=-1)
+            decide(first + i, x, own[i])
+        if last < len(due):
+            due[last:].addmm_(coupling[first:last, last:].T, own, alpha=-1)
 
 
 def fit_scales(x: Tensor, weight: Tensor, codec: type[ScaledCodec]) -> Scales:

@@ -18,6 +18,7 @@ from ...calib.statistics import SquareSum
 from ...calib.text import Text
 from ...kernels.device import resolve_device
 from ...kernels.errors import UserError
+from ...kernels.float32_linears import float32_linears
 from ...kernels.names import names_in_model
 from ..checkpoint.load import Checkpoint, read_config
 from ..fp8_source import is_fp8, open_model
@@ -119,7 +120,8 @@ def collect_imatrix(
     names = names_in_model(model.model, [m for t in matrices for m in t.modules])
     inside = {name for name in names.values() if name.startswith(layers)}
     collector = SquareCollector(inside)
-    run_layers(model, rows, collector, batch_size=batch_size, progress=progress)
+    with float32_linears():
+        run_layers(model, rows, collector, batch_size=batch_size, progress=progress)
     entries = {}
     for matrix in matrices:
         seen = [collector.seen.get(names[module]) for module in matrix.modules]
