@@ -147,7 +147,7 @@ class Engine:
         n = len(request.prompt_token_ids)
         batch.cache.place_prompt(row, batch.length - n)
         tokens = torch.tensor([request.prompt_token_ids], device=self.loaded.device)
-        logits = self._forward(tokens, batch.cache, request.prompt_logprobs is not None)
+        logits = self._forward(tokens, batch.cache, request.wants_prompt_logprobs)
         add_prompt_logprobs(request, 0, logits[0, :-1])
         seconds = time.perf_counter() - started
         request.prefill_seconds += seconds

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,26 +17,26 @@ from torch import Tensor
 from ..kernels.errors import UserError
 from ..quantize.checkpoint.kv_config import KVStorage
 from ..quantize.planning.machine import available_bytes
-from .engine import EngineStats, fail_not_finite
+from .engine import EngineStats
 from .kv_pools import copy_blocks, decline_paged, layer_pools, wipe_blocks
 from .loader import LoadedModel
 from .metrics import EngineMetrics
 from .models.decoder import Decoder, KVPools
 from .models.families import decline_decoder
-from .request import Continuation, Request
+from .request import Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import add_prompt_logprobs
-from .sampling.picker import NOT_FINITE, Rows, pick
-from .scheduling.block_allocator import NULL_BLOCK
 from .scheduling.config import KVKind, SchedulerConfig
-from .scheduling.plan import SequenceRun, StepPlan
+from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
-from .scheduling.sequence import RequestState, Sequence
+from .scheduling.sequence import RequestState
 from .scheduling.stats import SchedulerStats
 from .step_inputs import step_inputs
+from .step_results import Asked, Live, StepResults
 
 BLOCK_SIZE = 16
 MEMORY_SHARE = 0.25  # of the free memory that the pools may grow to where nothing is said
+UNKNOWN_MEMORY = 1 << 30  # is taken to be free where the system does not tell
 HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at once
 
 
@@ -51,13 +50,6 @@ class EngineLimits(NamedTuple):
     max_model_len: int
     kv_memory: int | None = None
     prefix_cache: bool = True
-
-
-class _Live(NamedTuple):
-    """A request that is not over: what was asked, and what the scheduler knows of it."""
-
-    request: Request | BeamRequest
-    state: RequestState
 
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
@@ -88,8 +80,12 @@ class PagedEngine:
                 prefix_cache=limits.prefix_cache,
             )
         )
-        self._live: dict[str, _Live] = {}
-        self._rows: Rows | None = None
+        self._live: dict[str, Live] = {}
+
+        def wipe(kind: int, blocks: list[int]) -> None:
+            wipe_blocks(self._pools, self._decoder.kinds, kind, blocks)
+
+        self._results = StepResults(self._scheduler, loaded.dtype, wipe)
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
@@ -126,7 +122,7 @@ class PagedEngine:
             reuse_prefix=request.prompt_logprobs is None,
         )  # fmt: skip
         self._scheduler.add(state)
-        self._live[request.request_id] = _Live(request, state)
+        self._live[request.request_id] = Live(request, state)
 
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are free in the next step. Nothing if it is over."""
@@ -141,23 +137,26 @@ class PagedEngine:
         if not plan.runs:
             return []
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
-        asked = [(run, live) for run, live in zip(plan.runs, lives, strict=True) if run.num_logits]
-        logits = self._logits(plan, lives)  # keys and values are stored even where nobody asks
-        if asked:
-            self._advance(plan, asked, logits)
+        asked = [Asked(*of) for of in zip(plan.runs, lives, strict=True) if of[0].num_logits]
+        logits, broken = self._logits(plan, lives)  # K and V are stored even where nobody asks
+        self.stats.output_tokens += self._results.advance(plan, asked, logits, broken)
         self._count(plan, lives, started, time.perf_counter() - started)
-        stepped = {id(live.request): live.request for _, live in asked}
-        for request in stepped.values():
+        told = dict.fromkeys(live.request for live in [*(a.live for a in asked), *broken])
+        for request in told:
             if request.finished:
                 self._live.pop(request.request_id, None)
         if not self._live:
             self._scheduler.roster.free_leaving()
-        return list(stepped.values())
+        return list(told)
 
     @torch.inference_mode()
-    def _logits(self, plan: StepPlan, lives: list[_Live]) -> Tensor:
-        """[asked, vocabulary] after the last token of each run that is asked for one. Those of
-        prompts are told to their requests where they want to know them."""
+    def _logits(self, plan: StepPlan, lives: list[Live]) -> tuple[Tensor, list[Live]]:
+        """[asked, vocabulary] after the last token of each run that is asked for one; and whose
+        prompts are broken. Prompts' own logits are told to the requests that want to know them.
+
+        A key or value that is not finite makes its token's hidden state so. Seen in the step that
+        stores it, it is wiped before another request can get its block.
+        """
         copy_blocks(self._pools, self._decoder.kinds, plan.copies)
         tables = zip(*(run.block_tables for run in plan.runs), strict=True)
         query_lens = [run.end - run.start for run in plan.runs]
@@ -168,100 +167,35 @@ class PagedEngine:
         ends = list(itertools.accumulate(query_lens))
         rows = [end - 1 for end, run in zip(ends, plan.runs, strict=True) if run.num_logits]
         asked = len(rows)
-        told = [
-            (live.request, run, end)
+        parts = [
+            (run, live, end)
             for run, live, end in zip(plan.runs, lives, ends, strict=True)
-            if isinstance(live.request, Request) and live.request.prompt_logprobs is not None
+            if run.end - run.start > 1 or not run.num_logits or _wants_logits(live.request)
         ]
-        rows += [row for _, run, end in told for row in range(end - run.end + run.start, end)]
+        rows += [row for run, _, end in parts for row in range(end - run.end + run.start, end)]
         at = torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
         hidden = self._decoder(step.token_ids, self._pools, step.batches, step.new, at)
-        begin = asked
-        for request, run, _ in told:
-            for start in range(run.start, run.end, HEAD_ROWS):
-                end = begin + min(HEAD_ROWS, run.end - start)
-                add_prompt_logprobs(request, start, self._decoder.logits(hidden[begin:end]))
-                begin = end
-        return self._decoder.logits(hidden[:asked])
-
-    def _advance(
-        self, plan: StepPlan, asked: list[tuple[SequenceRun, _Live]], logits: Tensor
-    ) -> None:
-        """Draw, and tell the scheduler and the requests what came of it."""
-        draws = _draws(asked)
-        rows = [row for row, _ in draws]
-        continuations = [continuation for _, continuation in draws]
-        of_beams = [(run, live, row) for row, (run, live) in enumerate(asked)
-                    if isinstance(live.request, BeamRequest)]  # fmt: skip
-        if self._rows is None or self._rows.continuations != continuations:
-            self._rows = Rows(continuations, logits.shape[1], logits.device)
-        drawn_from = logits if rows == list(range(len(logits))) else logits[rows]
-        tokens, told = pick(drawn_from, self._rows) if draws else ([], [])
-        new: dict[int, list[int]] = {}  # of each row
-        broken: list[_Live] = []
-        for row, token in zip(rows, tokens, strict=True):
-            new.setdefault(row, []).append(token)
-            if token == NOT_FINITE:
-                broken.append(asked[row][1])
-        choices = self._choose(of_beams, logits, broken)
-        self._fail(broken)
-        by_run = {id(run): new.get(row, []) for row, (run, _) in enumerate(asked)}
-        self._scheduler.update(plan, [by_run.get(id(run), []) for run in plan.runs])
-        for state, chosen in choices:
-            self._scheduler.advance_beams(state, chosen)
-        for row, continuation, token, entry in zip(rows, continuations, tokens, told, strict=True):
-            if continuation.finish_reason is not None:
-                continue  # its request has failed
-            continuation.append(token, entry)
-            self.stats.output_tokens += 1
-            sequence = asked[row][1].state.sequences[continuation.index]
-            if continuation.finish_reason and sequence.finish_reason is None:
-                self._scheduler.finish(sequence, "stop")
-
-    def _choose(
-        self, of_beams: list[tuple[SequenceRun, _Live, int]], logits: Tensor, broken: list[_Live]
-    ) -> list[tuple[RequestState, list[tuple[Sequence, int]]]]:
-        """How the beams of each request go on; those whose logits are not finite are `broken`."""
-        rows_of: dict[int, dict[Sequence, int]] = {}
-        lives: dict[int, _Live] = {}
-        for run, live, row in of_beams:
-            lives[id(live.state)] = live
-            rows_of.setdefault(id(live.state), {})[run.sequence] = row
-        choices = []
-        for key, live in lives.items():
-            assert isinstance(live.request, BeamRequest)
-            beams = live.state.sequences
-            own = logits[[rows_of[key][beam] for beam in beams]]
-            chosen = live.request.choose(own)
-            if chosen is None:
+        finite = torch.isfinite(hidden[asked:]).all(dim=-1).tolist() if parts else []
+        broken, begin = [], 0
+        for run, live, _ in parts:
+            end = begin + run.end - run.start
+            if not all(finite[begin:end]):
                 broken.append(live)
-            else:
-                choices.append((live.state, [(beams[parent], token) for parent, token in chosen]))
-        return choices
+            elif _wants_logits(live.request):
+                self._tell(live.request, run.start, hidden[asked + begin : asked + end])
+            begin = end
+        return self._decoder.logits(hidden[:asked]), broken
 
-    def _fail(self, broken: list[_Live]) -> None:
-        """End requests whose logits are not finite, and wipe what they alone have stored: a key or
-        value that is masked must not be NaN."""
-        failed = {live.request.request_id: live for live in broken}
-        held: list[Counter[int]] = [Counter() for _ in self._decoder.windows]
-        for name, live in failed.items():
-            fail_not_finite(live.request, self.loaded.dtype)
-            self._scheduler.fail(name)
-            for sequence in live.state.sequences:
-                for counter, blocks in zip(held, sequence.table.blocks, strict=True):
-                    counter.update(blocks)
-        for kind, counter in enumerate(held):
-            allocator = self._scheduler.blocks.allocators[kind]
-            del counter[NULL_BLOCK]
-            refs, nodes = allocator.refs, allocator.nodes
-            own = [b for b, count in counter.items() if refs[b] == count and nodes[b] is None]
-            if own:
-                wipe_blocks(self._pools, self._decoder.kinds, kind, own)
+    def _tell(self, request: Request, start: int, hidden: Tensor) -> None:
+        """The logprobs of the tokens after position `start`, from the hidden states there on."""
+        for first in range(0, len(hidden), HEAD_ROWS):
+            logits = self._decoder.logits(hidden[first : first + HEAD_ROWS])
+            add_prompt_logprobs(request, start + first, logits)
 
-    def _count(self, plan: StepPlan, lives: list[_Live], started: float, seconds: float) -> None:
+    def _count(self, plan: StepPlan, lives: list[Live], started: float, seconds: float) -> None:
         """Share the step's seconds out: what prompts took by their tokens, the rest is decoding."""
         each = seconds / len(plan.token_ids)
-        counted: dict[int, tuple[_Live, bool]] = {}
+        counted: dict[int, tuple[Live, bool]] = {}
         for run, live in zip(plan.runs, lives, strict=True):
             tokens = run.end - run.start
             decodes = run.start >= len(live.request.prompt_token_ids)
@@ -292,10 +226,15 @@ class PagedEngine:
         layers = range(len(self._decoder.layers))
         a_block = sum(p.nbytes for i in layers for p in self._layer_pools(i, 1, "meta"))
         longest = -(-self.limits.max_model_len // BLOCK_SIZE)
-        memory = self.limits.kv_memory
+        memory, free = self.limits.kv_memory, _free_memory(self.loaded.device)
         if memory is None:
-            memory = int(_free_memory(self.loaded.device) * MEMORY_SHARE)
+            memory = int((free or UNKNOWN_MEMORY) * MEMORY_SHARE)
             memory = min(memory, (longest * self.limits.max_num_seqs + 1) * a_block)
+        elif free is not None and memory > free:
+            raise UserError(
+                f"kv_memory asks for {memory:,} bytes for keys and values, and {free:,} are free: "
+                "ask for less, or leave it out"
+            )
         blocks = memory // a_block - 1  # one is nobody's
         if blocks < 1:
             raise UserError(
@@ -305,20 +244,13 @@ class PagedEngine:
         return blocks
 
 
-def _draws(asked: list[tuple[SequenceRun, _Live]]) -> list[tuple[int, Continuation]]:
-    """Of each row of logits, the continuations that draw from it; beams do not draw."""
-    draws: list[tuple[int, Continuation]] = []
-    for row, (run, (request, state)) in enumerate(asked):
-        if isinstance(request, BeamRequest):
-            continue
-        if run.num_draws > 1:
-            draws += [(row, continuation) for continuation in request.continuations]
-        else:
-            draws.append((row, request.continuations[state.sequences.index(run.sequence)]))
-    return draws
+def _wants_logits(request: Request | BeamRequest) -> TypeGuard[Request]:
+    """Of its prompt, too."""
+    return isinstance(request, Request) and request.wants_prompt_logprobs
 
 
-def _free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int | None:
+    """None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return available_bytes() or (1 << 30)
+    return available_bytes()

@@ -115,7 +115,7 @@ class Request:
         request_id: str | None = None,
         grammar: CompiledGrammar | None = None,
     ) -> None:
-        self.request_id = f"request-{next(_NUMBERS)}" if request_id is None else request_id
+        self.request_id = str(next(_NUMBERS)) if request_id is None else request_id
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.params, self.max_tokens, self.tokenizer = params, max_tokens, tokenizer
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -136,6 +136,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(c.finish_reason for c in self.continuations)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        known = self.prompt_logprobs
+        return known is not None and len(known) < len(self.prompt_token_ids)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Nothing more comes of it. error: why it failed."""

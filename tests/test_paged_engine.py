@@ -120,6 +120,11 @@ def test_too_little_memory_is_refused(folder: Path) -> None:
         paged(folder, kv_memory=1)
 
 
+def test_more_memory_than_there_is_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"kv_memory asks for 1,125,899.* are free: ask for less"):
+        paged(folder, kv_memory=1 << 50)
+
+
 def test_engines_are_named_with_the_reason(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "opt", FAMILIES["opt"]())
     llm = LLM(folder, "cpu", "float32")

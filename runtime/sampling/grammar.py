@@ -91,7 +91,8 @@ class Grammar:
         return self._bitmask[0]
 
     def accept(self, token_id: int) -> None:
-        assert self._matcher.accept_token(token_id), f"token {token_id} was not allowed"
+        accepted = self._matcher.accept_token(token_id)
+        assert accepted, f"token {token_id} was not allowed"
 
     @property
     def is_over(self) -> bool:
