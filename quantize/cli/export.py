@@ -98,10 +98,8 @@ def export(
     weights = _importance(imatrix, folder, settings)
     if budget is not None:
         file_type, types = _types_in_budget(budget, folder, settings, types, method)
-    faster = settings._replace(
-        dtype="auto"
-    )  # what GPTQ gains from its Hessians is not in last bits
-    write = export_gguf if method == "round" else partial(export_gptq, settings=faster)
+    passes = settings._replace(dtype="auto")  # Hessians need no more; importance matrices stay exact
+    write = export_gguf if method == "round" else partial(export_gptq, settings=passes)
     report = write(
         folder, out, file_type, pure=pure, tensor_types=types, imatrix=weights, pre=pre,
         overwrite=overwrite, split_max_size=part,
