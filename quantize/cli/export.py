@@ -98,7 +98,7 @@ def export(
     weights = _importance(imatrix, folder, settings)
     if budget is not None:
         file_type, types = _types_in_budget(budget, folder, settings, types, method)
-    passes = settings._replace(dtype="auto")  # Hessians need no more; importance matrices stay exact
+    passes = settings._replace(dtype="auto")  # importance matrices stay in float32
     write = export_gguf if method == "round" else partial(export_gptq, settings=passes)
     report = write(
         folder, out, file_type, pure=pure, tensor_types=types, imatrix=weights, pre=pre,
