@@ -12,6 +12,7 @@ from ..kernels.paged_kv import BlockPool, new_pool
 from ..quantize.checkpoint.kv_config import KVStorage
 from .kv_formats import kv_format, layer_kv
 from .models.decoder import DecoderLayer, KVPools
+from .models.hf_module import ModuleLayer
 from .scheduling.plan import BlockCopy
 
 
@@ -31,7 +32,7 @@ def decline_paged(kv: KVStorage | None) -> str | None:
 
 def layer_pools(
     index: int,
-    layer: DecoderLayer,
+    layer: DecoderLayer | ModuleLayer,
     blocks: int,
     block_size: int,
     kv: KVStorage | None,

@@ -21,8 +21,8 @@ from .engine import EngineStats
 from .kv_pools import copy_blocks, decline_paged, layer_pools, wipe_blocks
 from .loader import LoadedModel
 from .metrics import EngineMetrics
-from .models.decoder import Decoder, KVPools
-from .models.families import decline_decoder
+from .models.choice import decline_model, make_decoder
+from .models.decoder import KVPools
 from .request import Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import add_prompt_logprobs
@@ -54,7 +54,7 @@ class EngineLimits(NamedTuple):
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
     """None, or why the paged engine cannot run a model with such a cache."""
-    return decline_decoder(loaded.model.config) or decline_paged(kv)
+    return decline_paged(kv) or decline_model(loaded.model)
 
 
 class PagedEngine:
@@ -66,7 +66,7 @@ class PagedEngine:
     def __init__(self, loaded: LoadedModel, limits: EngineLimits, kv: KVStorage | None) -> None:
         self.loaded, self.kv, self.limits = loaded, kv, limits
         self.stats = EngineStats()
-        self._decoder = Decoder(loaded.model, limits.max_model_len)
+        self._decoder = make_decoder(loaded.model, limits.max_model_len)
         blocks = self._num_blocks()
         self._pools = [
             self._layer_pools(index, blocks + 1) for index in range(len(self._decoder.layers))

@@ -10,7 +10,7 @@ from lowbit.kernels.errors import UserError
 from lowbit.runtime import LLM, SamplingParams
 from lowbit.runtime.paged_engine import BLOCK_SIZE, PagedEngine
 
-from .runtime_models import FAMILIES, save_tiny
+from .runtime_models import FAMILIES, OTHERS, save_tiny
 
 SHARED = "All prompts begin with these words, which fill several blocks. "
 PROMPTS = [SHARED + end for end in ("One.", "Another one, a bit longer than it.", "", "Last")]
@@ -126,10 +126,12 @@ def test_more_memory_than_there_is_is_refused(folder: Path) -> None:
 
 
 def test_engines_are_named_with_the_reason(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "opt", FAMILIES["opt"]())
+    folder = save_tiny(tmp_path / "bloom", OTHERS["bloom"]())
     llm = LLM(folder, "cpu", "float32")
-    assert llm.engine == "contiguous" and "not opt" in (llm.engine_declined or "")
-    with pytest.raises(UserError, match="the paged engine runs .*, not opt"):
+    assert llm.engine == "contiguous" and "not bloom" in (llm.engine_declined or "")
+    with pytest.raises(
+        UserError, match="the paged engine runs .*, not bloom, and .* has positions"
+    ):
         paged(folder)
     with pytest.raises(UserError, match="engine must be one of auto, paged, contiguous"):
         LLM(folder, engine="fast")
