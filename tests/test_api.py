@@ -9,6 +9,29 @@ from pathlib import Path
 
 import lowbit.quantize
 import pytest
+from lowbit.quantize import convert, plan, run, verify
+from lowbit.quantize.conversion import ConvertResult
+from lowbit.quantize.planning.report import PlanReport
+from lowbit.quantize.recipe import Calibration, Recipe, WeightPass
+from lowbit.quantize.run_result import RunResult
+from lowbit.quantize.verification import VerifyReport
+
+
+def test_the_face_returns_typed_results_and_prints_nothing(
+    shallow: Path, story: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Progress is shown on standard error."""
+    rows = Calibration(str(story), samples=4, seq_len=32)
+    passes = (WeightPass(method="gptq", scheme="W4A16", group_size=32),)
+    recipe = Recipe(passes, rows)
+    planned = plan(shallow, recipe, timed=False)
+    made = run(shallow, tmp_path / "w4", recipe)
+    converted = convert(made.out, tmp_path / "gptq", "gptq")
+    report = verify(converted.out, shallow)
+    assert capfd.readouterr().out == ""
+    assert isinstance(planned, PlanReport) and isinstance(made, RunResult)
+    assert isinstance(converted, ConvertResult) and isinstance(report, VerifyReport)
+    assert report.whole and len(report.errors) == len(planned.modules) == 14
 
 
 @pytest.mark.parametrize("name", lowbit.quantize.FACE)

@@ -7,7 +7,13 @@ import torch
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.quantized import Quantized
 from lowbit.quantize.spec import scheme_from_name
-from lowbit.quantize.verification.deviations import blockwise, deviation
+from lowbit.quantize.verification.deviations import (
+    FEW,
+    Deviation,
+    blockwise,
+    deviation,
+    rounded_apart,
+)
 from torch import Tensor
 
 SCHEMES = {
@@ -67,3 +73,43 @@ def test_blocks_are_told_without_their_scales(weight: Tensor) -> None:
     q = rtn_quantize(weight, scheme_from_name("W4A16", 32).weights, torch.float32)
     assert blockwise(q.dequantize(), weight, 4.5, 32).explained
     assert not blockwise(damaged(q, 1300).dequantize(), weight, 4.5, 32).explained
+
+
+def spoiled(q: Quantized, where: tuple[slice | int, slice | int]) -> Quantized:
+    """Any codes in place of those."""
+    codes, end = q.codes.clone(), 1 << (q.spec.num_bits - 1)
+    shape = codes[where].shape
+    codes[where] = torch.randint(-end, end, shape, generator=generator()).to(codes.dtype)
+    return q._replace(codes=codes)
+
+
+def test_what_gptq_leaves_in_a_row_and_some_columns_is_no_damage(weight: Tensor) -> None:
+    """And damage beside it is told: codes anywhere, and a stretch of a file, in rows or columns."""
+    q = rtn_quantize(weight, scheme_from_name("W4A16", 32).weights, torch.float32)
+    for where in ((7, slice(None)), (slice(None), 40), (slice(None), 333)):
+        q = spoiled(q, where)
+    assert deviation(q, q.dequantize(), weight).strays == 0
+    stretches = ((slice(20, 26), slice(None)), (slice(None), slice(100, 116)))
+    for bad in (damaged(q, weight.numel() // 100), *(spoiled(q, s) for s in stretches)):
+        told = deviation(bad, bad.dequantize(), weight)
+        assert not told.explained
+        assert told.first[0] != 7 and told.first[1] not in (40, 333)
+
+
+@pytest.mark.parametrize("name", ["W2A16", *SCHEMES])
+def test_one_code_that_is_not_the_nearest_is_told_among_rounded_ones(
+    name: str, weight: Tensor
+) -> None:
+    q = rtn_quantize(weight, scheme_from_name(name, SCHEMES.get(name, 32)).weights, torch.float32)
+    right = deviation(q, q.dequantize(), weight)
+    assert right.misplaced == 0
+    codes = q.codes.clone()
+    far = codes[3, 5].float() > 0  # then its lowest neighbour's is another one
+    codes[3, 5] = codes.float().min() if far else codes.float().max()
+    bad = q._replace(codes=codes)
+    told = deviation(bad, bad.dequantize(), weight)
+    assert (told.misplaced, told.astray) == (1, (3, 5))
+    linears = {f"{i}": right for i in range(FEW)} | {"damaged": told}
+    assert rounded_apart(linears) == {"damaged": told}
+    half = Deviation(0.1, 1000, misplaced=100)
+    assert rounded_apart({f"{i}": half for i in range(9)} | linears) == {}

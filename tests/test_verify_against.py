@@ -113,6 +113,23 @@ def test_tensors_of_another_model_are_outliers(base: Path, w4: Path, tmp_path: P
     assert faults == [("unexplained error", f"{Q}.weight"), ("outlier", f"{Q}.weight")]
 
 
+def test_one_code_of_a_rounded_checkpoint_is_named(base: Path, tmp_path: Path) -> None:
+    """In 2 bits, too, where no error is larger than rounding's."""
+    recipe = {"passes": [{"method": "rtn", "scheme": "W2A16", "group_size": 32}]}
+    run(base, tmp_path / "out", Recipe.from_dict(recipe))
+    assert not any(f.severity == "error" for f in verify(tmp_path / "out", base).findings)
+    (tmp_path / "out" / MANIFEST).unlink()
+
+    def flip(words: Tensor) -> Tensor:
+        words[3, 1] ^= 1
+        return words
+
+    changed(f"{Q}.weight_packed", flip)(tmp_path / "out")
+    (found,) = [f for f in verify(tmp_path / "out", base).findings if f.severity == "error"]
+    assert (found.fault, found.where) == ("unexplained error", f"{Q}.weight")
+    assert "1 of" in found.found and "(3, 16)" in found.found
+
+
 @pytest.mark.parametrize("method", ["smoothquant", "awq"])
 def test_what_a_recipe_rescales_is_compared_up_to_its_scales(
     method: str, base: Path, story: Path, tmp_path: Path
@@ -187,6 +204,25 @@ def test_gguf_files_are_compared_as_they_are_imported(
     path.write_bytes(data)
     found = {f.where for f in verify(path, wide).findings if f.severity == "error"}
     assert {w for w in found if "down_proj" in w or "ffn_down" in w} == found != set()
+
+
+def test_keys_and_values_of_one_layer_under_each_other_s_names_are_named(
+    wide: Path, tmp_path: Path
+) -> None:
+    """Which nothing tells without the original: they have one shape."""
+    path = tmp_path / "m.gguf"
+    change_json(copied(wide, tmp_path / "model") / "tokenizer.json", add_merge)
+    export_gguf(tmp_path / "model", path, "Q4_0", progress=False)
+    k, v = (GGUFFile(path).tensors[f"blk.1.attn_{part}.weight"] for part in "kv")
+    assert (k.shape, k.kind) == (v.shape, v.kind)
+    data = bytearray(path.read_bytes())
+    keys, values = (data[t.start : t.start + t.nbytes] for t in (k, v))
+    data[k.start : k.start + k.nbytes] = values
+    data[v.start : v.start + v.nbytes] = keys
+    path.write_bytes(data)
+    assert verify(path).findings == ()
+    found = {f.where for f in verify(path, wide).findings if f.severity == "error"}
+    assert found == {f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

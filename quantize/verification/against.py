@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...calib.shards import TensorSource
 from ...kernels.errors import UserError
-from .deviations import Deviation, blockwise, deviation, fitted, relative_error
+from .deviations import Deviation, blockwise, deviation, fitted, relative_error, rounded_apart
 from .findings import Finding, finding
 from .opening import Opened
 from .original import Original, open_original
@@ -55,6 +55,7 @@ def compare(folder: Path, base: Path, opened: Opened, model: Model) -> Compariso
     if original.source is None:
         return Comparison((), original.findings)
     errors: list[TensorError] = []
+    deviations: dict[str, Deviation] = {}
     found = list(original.findings)
     for module in sorted(opened.linears):
         name = f"{module}.weight"
@@ -67,8 +68,11 @@ def compare(folder: Path, base: Path, opened: Opened, model: Model) -> Compariso
         elif told is not None:
             role = f"{module.rpartition('.')[2]} {_kind(module, opened)}"
             errors.append(TensorError(name, role, told.relative_error))
+            deviations[name] = told
             found += strays(name, told)
         original.source.close()
+    if not original.scaled and not original.rotated:
+        found += _misplaced(deviations)
     found += outliers(errors)
     found += _plain(_leaves(opened), original, model.source)
     return Comparison(tuple(errors), found)
@@ -105,6 +109,14 @@ def strays(name: str, told: Deviation) -> Iterator[Finding]:
     if not told.explained:
         found = f"{told.strays:,} of {told.weights:,} weights further off, as at {told.first}"
         yield finding("unexplained error", name, "errors that rounding and GPTQ leave", found)
+
+
+def _misplaced(told: dict[str, Deviation]) -> Iterator[Finding]:
+    """Codes that are not the nearest ones of a checkpoint that was rounded to nearest."""
+    for name, d in rounded_apart(told).items():
+        if d.explained:  # else it has been named
+            found = f"{d.misplaced:,} of {d.weights:,} codes are others, as at {d.astray}"
+            yield finding("unexplained error", name, "the nearest codes, as elsewhere", found)
 
 
 def outliers(errors: list[TensorError]) -> Iterator[Finding]:
