@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .chat import chat
 from .compare import compare
 from .convert import convert
 from .demo import demo
@@ -55,6 +56,7 @@ app.command()(run)
 app.command()(inspect)
 app.command()(verify)
 app.command()(generate)
+app.command()(chat)
 app.command("eval")(evaluate)
 app.command()(compare)
 app.command()(report)

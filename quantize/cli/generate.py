@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...kernels.errors import UserError
 from .common import model_path, print_json, say
 
 if TYPE_CHECKING:
-    from ...runtime import LLM, RequestOutput
+    from ...runtime import LLM, RequestOutput, StructuredOutputsParams
 
 
 def generate(
@@ -27,6 +29,18 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")
     ] = False,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens with this share of the likeliest one's.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: what stood in prompt or output comes less often.")
+    ] = 1.0,
+    schema: Annotated[
+        Path | None, typer.Option(help="File of a JSON schema that the text must follow.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the text must match.")
+    ] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -55,7 +69,10 @@ def generate(
     """
     from ...runtime import LLM, SamplingParams
 
-    params = SamplingParams(max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos)
+    params = SamplingParams(
+        max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos, min_p=min_p,
+        repetition_penalty=repetition_penalty, structured_outputs=_structured(schema, regex),
+    )  # fmt: skip
     llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv)
     for warning in llm.warnings:
         say(warning)
@@ -77,6 +94,19 @@ def generate(
         typer.echo()
     if verbose:
         say(_speed(result))
+
+
+def _structured(schema: Path | None, regex: str | None) -> StructuredOutputsParams | None:
+    """What the text must be."""
+    from ...runtime import StructuredOutputsParams
+
+    if schema is None and regex is None:
+        return None
+    try:
+        text = None if schema is None else schema.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{schema} is no text in UTF-8, as a JSON schema must be: {e}") from e
+    return StructuredOutputsParams(json=text, regex=regex)
 
 
 def _as_object(llm: LLM, result: RequestOutput) -> dict[str, Any]:
