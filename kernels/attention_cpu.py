@@ -35,7 +35,7 @@ from .paged_kv import BlockPool, block_rows, gather_blocks
 
 MAX_ROWS = 256  # rows that share a kv head in one product
 PRODUCT_PAIRS = 12  # sequences times kv heads, from which products are faster
-KEYS_AT_ONCE = 1 << 19  # values: 1 MiB
+KEYS_AT_ONCE = 1 << 20  # values: 2 MiB
 PADDING = 2  # no sequence is gathered together with one more than so many times as long
 
 
@@ -154,7 +154,8 @@ def _by_products(
     assert group.bias is not None
     seqs, kv_heads, rows, head_dim = q.shape
     length = group.tables.shape[1] * keys.block_size
-    step = max(1, KEYS_AT_ONCE // (kv_heads * length * head_dim))
+    parts = -(-seqs * kv_heads * length * head_dim // KEYS_AT_ONCE)
+    step = -(-seqs // min(parts, seqs))
     blocks = group.blocks.view(seqs, -1)
     outs, lses = [], []
     for i in range(0, seqs, step):
