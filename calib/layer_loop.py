@@ -39,7 +39,6 @@ from .row_guard import RowGuard
 from .statistics import STATISTICS, InputShift
 from .stops import find_stops, input_hooks, wanted_linears
 
-LAYERS_A_TRIM = 4  # trimming after each costs a tenth of the time, never lets memory grow
 Order = Literal["sequential", "parallel"]
 
 
@@ -109,8 +108,7 @@ def run_layers(
                     with worker.quantized_inputs(name, layer):
                         for index, call in enumerate(calls):
                             _move_on(states, index, forward_layer(layer, call))
-            if number % LAYERS_A_TRIM == 0:
-                release_free_memory()
+            release_free_memory()
             progress(name)
         if head is not None:
             _output_head(head, model, rows, states, worker, watch.guard)

@@ -114,6 +114,8 @@ def _cached(kv: str, bar: Bar | None = None) -> MatrixRow:
 
 ROWS: tuple[MatrixRow, ...] = (
     *_four_bits("W4A16", Bar(0.60), Bar(0.45)),
+    _row("W4A16", "gptq", 64, name="gptq-corrected", input_correction=1.0),
+    _preset("W4A16", 64, "fast"),
     *_four_bits("W4A16_ASYM", Bar(0.60), Bar(0.60)),
     _row("W3A16", "rtn", 64),
     _row("W3A16", "gptq", 64, bar=Bar(0.45)),
