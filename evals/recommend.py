@@ -50,8 +50,8 @@ def recommend(rows: Sequence[Row], wanted: Wanted) -> Row | None:
     only_quality = wanted.max_bytes is None and wanted.min_speed is None
 
     def order(row: Row) -> tuple[float, float]:
-        by = row["size"]["file_bytes"], _kld(row) or 0.0
-        return by if only_quality else by[::-1]
+        nbytes, kld = row["size"]["file_bytes"], _kld(row) or 0.0
+        return (nbytes, kld) if only_quality else (kld, nbytes)
 
     return min(fitting, key=order, default=None)
 

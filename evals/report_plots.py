@@ -23,7 +23,7 @@ COLOURS = (
 )  # fmt: skip
 MARKERS = "osD^vPX*"
 INCHES = (5.4, 3.4)
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {  # by matplotlib's names
     "svg.fonttype": "none", "svg.hashsalt": "lowbit", "font.family": "sans-serif", "font.size": 11,
     "text.parse_math": False, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -34,6 +34,7 @@ LEVELS = {
     "50%": "kld_median", "90%": "kld_p90", "95%": "kld_p95", "99%": "kld_p99",
     "99.9%": "kld_p999", "max": "kld_max",
 }  # fmt: skip
+LONGEST = 28  # characters of a label, which take room from the axes
 LOWEST = 1e-9  # nats that a logarithmic axis shows
 
 
@@ -80,6 +81,10 @@ def _style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
+def _short(label: str) -> str:
+    return label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+
+
 def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequence[str]) -> None:
     """Every compared row by cost and divergence, a line through the front, the noise floor."""
     rows = [row for row in _compared(group) if x_of(row) is not None]
@@ -89,7 +94,7 @@ def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequ
         error = row["divergence"]["kld_mean_stderr"]
         axes.errorbar(x, y, yerr=error, linestyle="none", capsize=2, **_style(i))
         axes.annotate(
-            row["label"], (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9,
+            _short(row["label"]), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9,
             clip_on=False,
         )  # fmt: skip
         points[row["label"]] = x, y
@@ -126,7 +131,7 @@ def _quantiles(axes: list[Axes], group: Json) -> None:
     series = [(row["label"], row["divergence"]) for row in _compared(group)]
     for i, (label, d) in enumerate(series):
         heights = [max(d[key], LOWEST) for key in LEVELS.values()]
-        axes[0].plot(list(LEVELS), heights, label=label, markersize=4, **_style(i))
+        axes[0].plot(list(LEVELS), heights, label=_short(label), markersize=4, **_style(i))
     if (floor := group["noise_floor"]) is not None:
         heights = [max(floor[key], LOWEST) for key in LEVELS.values()]
         axes[0].plot(list(LEVELS), heights, color=INK, linestyle=":", label="noise floor")
@@ -146,7 +151,7 @@ def _layers(axes: list[Axes], group: Json) -> None:
             known = [(at["layer"], at[key]) for at in row["layers"] if at[key] is not None]
             if known:
                 x, y = zip(*known, strict=True)
-                ax.plot(x, y, label=row["label"], markersize=3, **_style(i))
+                ax.plot(x, y, label=_short(row["label"]), markersize=3, **_style(i))
         ax.set_ylabel(label)
         ax.grid(True)
     if any(at["relative_error"] for row in rows for at in row["layers"]):

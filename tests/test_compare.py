@@ -187,7 +187,7 @@ def test_what_does_not_exist_is_said_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--schemes", "W5A16"], "W5A16"),
+        (["--schemes", "W9A9"], "W9A9"),
         (["--schemes", ""], "nothing to compare"),
         (["--gguf", "Q4_K_M+magic"], r"or one of \+imatrix, \+gptq"),
         (["--min-speed", "3"], "give --speed, too"),

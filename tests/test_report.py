@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import warnings
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -236,9 +237,12 @@ def test_the_command_writes_all_three(tmp_path: Path) -> None:
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     given = results()
     given["rows"][1]["name"] = "</svg><script>alert(1)</script>&amp;$x_{y}$ | \\"
+    given["rows"][2]["name"] = "_$\\frac$ {"
     given["rows"][1]["linears"][0]["name"] = "<img src=x onerror=alert(1)>"
     found = summarize([("<b>.json", given)])
-    text = html(found, "t")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = html(found, "t")
     root = ET.fromstring(text.partition("\n")[2])
     assert "<script" not in text and "<img" not in text and root is not None
     assert plain(given["rows"][1]["name"]) in "".join(root.itertext())
