@@ -28,7 +28,7 @@ from ..spec import Group, QuantSpec
 
 FITS = 4  # rounds of fitting factors of rows and columns
 NEAR = 32  # columns
-LIMITS = {2: 1.75, 3: 1.25, 4: 1.0, 5: 0.75, 6: 0.5, 7: 0.25, 8: 0.125}  # by bits, of half a range
+LIMITS = {2: 1.75, 3: 1.25, 4: 1.0, 5: 0.75, 6: 0.5, 7: 0.375, 8: 0.25}  # by bits, of half a range
 FLOAT_LIMITS = {4: 1.0, 8: 0.4}  # the same of floats, whose steps are wide at the range's end
 GROUP_LIMIT = 2.0  # of a group's own norm
 EMPTY = 0.05  # of the usual norm, below which a group is all but empty

@@ -51,6 +51,8 @@ def examine_attention(containers: dict[Path, Container]) -> Iterator[Finding]:
     }
     keys = next(iter(containers.values())).keys
     kv_heads = keys.get(f"{keys.get('general.architecture')}.attention.head_count_kv")
+    if type(kv_heads) is not int or kv_heads < 1:
+        return
     layers = [i for i in range(len(tensors)) if _fits(tensors, i, kv_heads)]
     if not layers:
         return
@@ -91,10 +93,10 @@ def _names(layer: int) -> list[str]:
     return [f"blk.{layer}.attn_{part}.weight" for part in ("k", "v", "output")]
 
 
-def _fits(tensors: Placed, layer: int, kv_heads: object) -> bool:
+def _fits(tensors: Placed, layer: int, kv_heads: int) -> bool:
     """Whether the layer has the three matrices, keys and values of one shape, in such heads."""
     names = _names(layer)
-    if type(kv_heads) is not int or kv_heads < 1 or not all(name in tensors for name in names):
+    if not all(name in tensors for name in names):
         return False
     k, v, output = (tensors[name][1].shape for name in names)
     if not len(k) == len(v) == len(output) == 2 or k != v:
@@ -111,4 +113,5 @@ def _layer(tensors: Placed, layer: int, kv_heads: int) -> Likeness | None:
             values.append(dequantized(path, name, stored, read_rows(path, stored)))
         except UserError:
             return None
-    return likeness(*values, kv_heads)
+    k, v, output = values
+    return likeness(k, v, output, kv_heads)
