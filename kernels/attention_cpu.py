@@ -4,9 +4,9 @@ torch has no CPU kernel that reads blocks, so keys and values are copied togethe
 less than half of what attending does. Sequences with as many new tokens and like lengths go
 together, the shorter ones masked. The query heads that share a kv head are rows of one product,
 which spares copies of keys and values for each of them; longer prompts take them apart, so that
-the mask stays small. In bfloat16 oneDNN's batched products take a third of the flash kernel's time
-as soon as there are some sequences. They round logits to bfloat16, so a second product gives what
-the rounding left out. Keys are then gathered for as many sequences as a cache holds. What follows
+the mask stays small. In bfloat16 oneDNN's batched products take less time than the flash kernel
+from eight or so sequences on. They round logits to bfloat16, so a second product gives what the
+rounding left out. Keys and values are gathered into memory that is kept. What follows
 from the batch alone is made once and kept for all layers.
 
 Measured (one thread of a Zen 4 core, 9 heads over 3 kv heads of 64, blocks of 16, bfloat16, best
@@ -18,6 +18,7 @@ alike in every batch, but for last bits in which float32 products differ with th
 from __future__ import annotations
 
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from .kv_quant import rotate_heads
 from .paged_kv import BlockPool, block_rows, gather_blocks
 
 MAX_ROWS = 256  # rows that share a kv head in one product
-PRODUCT_PAIRS = 12  # sequences times kv heads, from which products are faster
+PRODUCT_PAIRS = 24  # sequences times kv heads, from which products are faster
 KEYS_AT_ONCE = 1 << 20  # values: 2 MiB
 PADDING = 2  # no sequence is gathered together with one more than so many times as long
 
@@ -121,9 +122,9 @@ def _attend(
 def _by_flash(
     q: Tensor, keys: BlockPool, values: BlockPool | None, group: _Group, scale: float
 ) -> tuple[Tensor, Tensor]:
-    k = v = gather_blocks(keys, group.tables, q.dtype, group.blocks)
+    k = v = _gathered(keys, group.tables, q.dtype, group.blocks, 0)
     if values is not None:
-        v = gather_blocks(values, group.tables, q.dtype, group.blocks)
+        v = _gathered(values, group.tables, q.dtype, group.blocks, 1)
     if not group.folded:
         k, v = (x.repeat_interleave(q.shape[1] // keys.kv_heads, 1) for x in (k, v))
     if group.bias is None:
@@ -161,20 +162,39 @@ def _by_products(
     for i in range(0, seqs, step):
         part = slice(i, i + step)
         tables, where = group.tables[part], blocks[part].flatten()
-        k = v = gather_blocks(keys, tables, q.dtype, where)
+        k = v = _gathered(keys, tables, q.dtype, where, 0)
         if values is not None:
-            v = gather_blocks(values, tables, q.dtype, where)
+            v = _gathered(values, tables, q.dtype, where, 1)
         k, v, queries = (x.flatten(0, 1) for x in (k, v, q[part]))
         near = torch.bmm(queries, k.mT)
         rest = torch.baddbmm(near, queries, k.mT, beta=-1)
         logits = near.float().add_(rest).view(-1, kv_heads, rows, length)
         logits = torch.add(group.bias[part], logits, alpha=scale)
-        peak = logits.amax(-1, keepdim=True)
-        weights = logits.sub_(peak).exp_()
-        total = weights.sum(-1, keepdim=True)
-        outs.append(torch.bmm(weights.div_(total).to(q.dtype).flatten(0, 1), v))
-        lses.append(total.log_().add_(peak))
+        weights = logits.softmax(-1)
+        outs.append(torch.bmm(weights.to(q.dtype).flatten(0, 1), v))
+        # the largest weight is 1 over the sum of exp(logits - the largest)
+        lses.append(logits.amax(-1).sub_(weights.amax(-1).log_()))
     return torch.cat(outs).view(q.shape), torch.cat(lses)
+
+
+_kept = threading.local()
+
+
+def _gathered(
+    pool: BlockPool, tables: Tensor, dtype: torch.dtype, rows: Tensor, which: int
+) -> Tensor:
+    """`gather_blocks`, if it fits into memory number `which` that the thread keeps for it: new
+    pages from the system would take longer than the products."""
+    count = len(rows) * pool.block_size * pool.head_dim
+    if pool.fmt is not None or count > KEYS_AT_ONCE or pool.codes.dtype != dtype:
+        return gather_blocks(pool, tables, dtype, rows)
+    kept = _kept.__dict__.get((which, dtype))
+    if kept is None:
+        with torch.inference_mode(False):
+            kept = _kept.__dict__[which, dtype] = torch.empty(KEYS_AT_ONCE, dtype=dtype)
+    out = kept[:count].view(len(rows), -1)
+    torch.index_select(pool.codes.flatten(0, 1).flatten(1), 0, rows, out=out)
+    return out.view(len(tables), pool.kv_heads, -1, pool.head_dim)
 
 
 class _Member(NamedTuple):
