@@ -29,9 +29,9 @@ CLOSE = 2e-3  # of logits, and of probabilities
 
 
 def random_request(llm: LLM, dice: random.Random, prompts: list[list[int]]) -> Request:
-    """Often with the beginning of one before it."""
-    known = dice.choice(prompts) if prompts and dice.random() < 0.5 else []
-    prompt = known[: dice.randint(0, len(known))] + [
+    """Often with the beginning of one shortly before it."""
+    known = dice.choice(prompts[-6:]) if prompts and dice.random() < 0.6 else []
+    prompt = known[: dice.randint(len(known) // 2, len(known))] + [
         dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))
     ]
     prompt = prompt[:60]
