@@ -177,7 +177,14 @@ def _by_products(
     return torch.cat(outs).view(q.shape), torch.cat(lses)
 
 
-_kept = threading.local()
+class _Kept(threading.local):
+    """A thread's memory for gathered keys and values, by which of them and dtype."""
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[int, torch.dtype], Tensor] = {}
+
+
+_kept = _Kept()
 
 
 def _gathered(
@@ -188,10 +195,10 @@ def _gathered(
     count = len(rows) * pool.block_size * pool.head_dim
     if pool.fmt is not None or count > KEYS_AT_ONCE or pool.codes.dtype != dtype:
         return gather_blocks(pool, tables, dtype, rows)
-    kept = _kept.__dict__.get((which, dtype))
+    kept = _kept.parts.get((which, dtype))
     if kept is None:
         with torch.inference_mode(False):
-            kept = _kept.__dict__[which, dtype] = torch.empty(KEYS_AT_ONCE, dtype=dtype)
+            kept = _kept.parts[which, dtype] = torch.empty(KEYS_AT_ONCE, dtype=dtype)
     out = kept[:count].view(len(rows), -1)
     torch.index_select(pool.codes.flatten(0, 1).flatten(1), 0, rows, out=out)
     return out.view(len(tables), pool.kv_heads, -1, pool.head_dim)
