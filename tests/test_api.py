@@ -26,7 +26,7 @@ def test_the_face_returns_typed_results_and_prints_nothing(
     recipe = Recipe(passes, rows)
     planned = plan(shallow, recipe, timed=False)
     made = run(shallow, tmp_path / "w4", recipe)
-    converted = convert(made.out, tmp_path / "gptq", "gptq")
+    converted = convert(made.out, tmp_path / "gptq", "gptq", requantize=True)
     report = verify(converted.out, shallow)
     assert capfd.readouterr().out == ""
     assert isinstance(planned, PlanReport) and isinstance(made, RunResult)
