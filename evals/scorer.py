@@ -10,6 +10,7 @@ transformers' loader for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,15 @@ class TransformersScorer:
     """Token ids int64 [1, T] to logits [T, V] of a transformers causal LM.
 
     kv: how the cache is quantized that attention reads from; None: there is no cache.
+    rounds_inputs: its linears' inputs are quantized, and then what the last bit of a product is
+    decides codes: they are computed as torch computes them for everybody.
     """
 
-    def __init__(self, model: Any, kv: KVStorage | None = None) -> None:
+    def __init__(
+        self, model: Any, kv: KVStorage | None = None, rounds_inputs: bool = False
+    ) -> None:
         self.model, self.kv = model, kv
+        self._linears = nullcontext if rounds_inputs else float32_linears
         self._fake = None if kv is None else FakeQuantizedKV(model, kv)
 
     @property
@@ -59,7 +65,7 @@ class TransformersScorer:
                 "embeddings: the tokenizer is another model's"
             )
         arguments = {"use_cache": False} if self._fake is None else self._fake.arguments()
-        with float32_linears():
+        with self._linears():
             return self.model(input_ids=ids, **arguments).logits[0]
 
 
@@ -77,9 +83,11 @@ def load_scorer(
     """
     folder, device = Path(folder), torch.device(device)
     torch_dtype = measuring_dtype(dtype, device, folder)
-    load = _load_dequantized if is_computed_here(folder) else _load_by_transformers
+    here = is_computed_here(folder)
+    load = _load_dequantized if here else _load_by_transformers
     model = load(folder, torch_dtype).to(device).eval()
-    return TransformersScorer(model, resolve_kv(kv, _stored_kv(folder), model.config))
+    stored = resolve_kv(kv, _stored_kv(folder), model.config)
+    return TransformersScorer(model, stored, here and _rounds_inputs(folder))
 
 
 def _stored_kv(folder: Path) -> KVStorage | None:
@@ -118,6 +126,11 @@ def is_computed_here(folder: Path) -> bool:
         except UserError:
             return False
     return True
+
+
+def _rounds_inputs(folder: Path) -> bool:
+    schemes = Checkpoint(folder).schemes.values()
+    return any(scheme.input_activations is not None for scheme in schemes)
 
 
 def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
