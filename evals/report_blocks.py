@@ -264,16 +264,17 @@ def _protocol(group: Json) -> Iterator[Block]:
         w = p["windowing"]
         yield Sentence([Piece(f"text: {p['text_description']}; sha256 {p['text_sha256']}")])
         yield Sentence([
-            Piece(f"protocol {p['name']}: " if p["name"] else ""), *number(p["windows"], "d"),
-            Piece(" windows of ctx "), *number(w["ctx"], "d"), Piece(", stride "),
-            *number(w["stride"], "d"), Piece(", skip "), *number(w["skip"], "d"),
+            Piece(f"protocol {p['name']}; windows: " if p["name"] else "windows: "),
+            *number(p["windows"], "d"), Piece(" of ctx "), *number(w["ctx"], "d"),
+            Piece(", stride "), *number(w["stride"], "d"), Piece(", skip "),
+            *number(w["skip"], "d"),
             Piece(f", BOS {w['bos']}; "), *number(p["scored_tokens"], ","),
             Piece(" tokens scored, "), *number(p["positions"], ","), Piece(" positions"),
         ])  # fmt: skip
         yield Sentence([Piece(f"dtype {p['dtype']}; tokenizer {p['tokenizer']}")])
     yield Sentence([
-        Piece(f"device {e['device']}, "), *number(e["threads"], "d"),
-        Piece(f" threads, {e['cpu']}, {e['system']}, python {e['python']}"),
+        Piece(f"device {e['device']}, threads: "), *number(e["threads"], "d"),
+        Piece(f", {e['cpu']}, {e['system']}, python {e['python']}"),
         *(Piece(f", {name} {v}") for name, v in e["packages"].items()),
     ])  # fmt: skip
     for row in group["rows"]:

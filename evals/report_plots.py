@@ -77,8 +77,24 @@ def _compared(group: Json) -> list[Json]:
     return [row for row in group["rows"] if row.get("divergence")]
 
 
-def _style(i: int) -> dict[str, Any]:
+def _style(group: Json, row: Json) -> dict[str, Any]:
+    """A row has the same colour and marker in all figures of its group."""
+    i = [r["label"] for r in group["rows"] if not r["is_base"]].index(row["label"])
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+
+
+def _logarithmic(axes: Axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers: matplotlib's own are mathematical
+    text, which is not parsed here."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(Plain(labelOnlyBase=True))
+    axes.yaxis.set_minor_formatter(Plain(labelOnlyBase=False))
 
 
 def _short(label: str) -> str:
@@ -89,10 +105,10 @@ def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequ
     """Every compared row by cost and divergence, a line through the front, the noise floor."""
     rows = [row for row in _compared(group) if x_of(row) is not None]
     points = {}
-    for i, row in enumerate(rows):
+    for row in rows:
         x, y = x_of(row), max(row["divergence"]["kld_mean"], LOWEST)
         error = row["divergence"]["kld_mean_stderr"]
-        axes.errorbar(x, y, yerr=error, linestyle="none", capsize=2, **_style(i))
+        axes.errorbar(x, y, yerr=error, linestyle="none", capsize=2, **_style(group, row))
         axes.annotate(
             _short(row["label"]), (x, y), xytext=(5, 5), textcoords="offset points", fontsize=9,
             clip_on=False,
@@ -108,7 +124,7 @@ def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequ
             "noise floor", (1, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom",
             fontsize=9,
         )  # fmt: skip
-    axes.set_yscale("log")
+    _logarithmic(axes)
     axes.margins(x=0.18, y=0.15)
     axes.set_ylabel("KLD, nats")
     axes.grid(True)
@@ -128,14 +144,14 @@ def _speed(axes: list[Axes], group: Json) -> None:
 
 
 def _quantiles(axes: list[Axes], group: Json) -> None:
-    series = [(row["label"], row["divergence"]) for row in _compared(group)]
-    for i, (label, d) in enumerate(series):
-        heights = [max(d[key], LOWEST) for key in LEVELS.values()]
-        axes[0].plot(list(LEVELS), heights, label=_short(label), markersize=4, **_style(i))
+    for row in _compared(group):
+        heights = [max(row["divergence"][key], LOWEST) for key in LEVELS.values()]
+        style = _style(group, row)
+        axes[0].plot(list(LEVELS), heights, label=_short(row["label"]), markersize=4, **style)
     if (floor := group["noise_floor"]) is not None:
         heights = [max(floor[key], LOWEST) for key in LEVELS.values()]
         axes[0].plot(list(LEVELS), heights, color=INK, linestyle=":", label="noise floor")
-    axes[0].set_yscale("log")
+    _logarithmic(axes[0])
     axes[0].set_xlabel("positions below")
     axes[0].set_ylabel("KLD, nats")
     axes[0].grid(True)
@@ -147,15 +163,15 @@ def _layers(axes: list[Axes], group: Json) -> None:
     for ax, key, label in zip(
         axes, ("relative_error", "bits"), ("relative output error", "bits per weight"), strict=True
     ):
-        for i, row in enumerate(rows):
+        for row in rows:
             known = [(at["layer"], at[key]) for at in row["layers"] if at[key] is not None]
             if known:
                 x, y = zip(*known, strict=True)
-                ax.plot(x, y, label=_short(row["label"]), markersize=3, **_style(i))
+                ax.plot(x, y, label=_short(row["label"]), markersize=3, **_style(group, row))
         ax.set_ylabel(label)
         ax.grid(True)
     if any(at["relative_error"] for row in rows for at in row["layers"]):
-        axes[0].set_yscale("log")
+        _logarithmic(axes[0])
     axes[-1].legend(fontsize=9)
     axes[-1].set_xlabel("decoder layer")
 

@@ -22,7 +22,8 @@ th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid var
   white-space: nowrap; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
 tbody th { font-weight: 500; }
-thead th { color: var(--soft); font-weight: 600; }
+thead th { color: var(--soft); font-weight: 600; white-space: normal; overflow-wrap: normal;
+  vertical-align: bottom; }
 figure { margin: 1rem 0; max-width: 40rem; }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }
 figcaption { color: var(--soft); font-size: 0.85rem; }

@@ -185,6 +185,22 @@ def test_figures_are_drawn_in_the_pages_ink(summary: dict[str, Any]) -> None:
     assert drawn["size"] == figure_svg("size", summary["groups"][0], "size"), "the same each time"
 
 
+def test_ticks_of_a_logarithmic_axis_are_plain_numbers(summary: dict[str, Any]) -> None:
+    svg = ET.fromstring(figure_svg("quantiles", summary["groups"][0], "q"))
+    texts = ["".join(e.itertext()).strip() for e in svg.iter(f"{SVG}text")]
+    numbers = [t for t in texts if re.fullmatch(r"[\d.]+(e-\d+)?", t)]
+    assert len(numbers) >= 2 and not [t for t in texts if "$" in t or "math" in t], texts
+
+
+def test_a_row_has_the_same_colour_in_all_figures() -> None:
+    given = results()
+    given["rows"][1]["speed"] = None  # so that the second row is the first of the speeds
+    group = summarize([("a.json", given)])["groups"][0]
+    speed, size = (figure_svg(kind, group, kind) for kind in ("speed", "size"))
+    assert COLOURS[0] in size and COLOURS[1] in size
+    assert COLOURS[0] not in speed and COLOURS[1] in speed
+
+
 def test_markdown_holds_the_same_numbers(summary: dict[str, Any]) -> None:
     text = markdown(summary, "Title")
     tables = [b for b in blocks(summary) if isinstance(b, Table)]
