@@ -207,9 +207,9 @@ def _details(group: Json) -> Iterator[Block]:
     if tasks := [(row, task) for row in group["rows"] for task in row.get("tasks") or []]:
         yield Heading(3, "Tasks")
         yield _tasks(tasks)
-    if any(row.get("linears") for row in group["rows"]):
+    if (worst := _worst(group["rows"])).rows:
         yield Heading(3, "Linears with the largest errors")
-        yield _worst(group["rows"])
+        yield worst
 
 
 def _quantiles(name: Cell, d: Json) -> list[Cell]:

@@ -125,6 +125,7 @@ def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequ
             fontsize=9,
         )  # fmt: skip
     _logarithmic(axes)
+    axes.locator_params(axis="x", nbins=5)
     axes.margins(x=0.18, y=0.15)
     axes.set_ylabel("KLD, nats")
     axes.grid(True)

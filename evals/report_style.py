@@ -9,7 +9,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+main { max-width: 72rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.2; }
 h2 { font-size: 1.3rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
 h3 { font-size: 1.05rem; margin-top: 1.8rem; }
@@ -18,7 +18,7 @@ p.verdict { margin: 0.6rem 0; padding: 0.6rem 0.8rem; color: var(--text); font-s
   background: var(--mark); border-radius: 6px; }
 .table { overflow-x: auto; margin: 0.6rem 0; }
 table { border-collapse: collapse; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: 0.3rem 0.5rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--back); }
 tbody th { font-weight: 500; }

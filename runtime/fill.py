@@ -57,7 +57,7 @@ class Filler:
         stored = {module: name for module, name, _ in self._quantized()}
         planned = fusions(stored, lambda parts: self._may_join([stored[p] for p in parts], parts))
         reports: list[LinearReport] = []
-        for fusion in tqdm(planned, desc="load linears", delay=2):
+        for fusion in tqdm(planned, desc="load linears", delay=2, disable=None):
             names = [stored[part] for part in fusion.parts]
             reports += self._pack(fusion, names, device, dtype, kernel)
         self._fill_parameters(device, dtype)
@@ -141,7 +141,7 @@ class Filler:
         tied: dict[int, list[str]] = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(param), []).append(name)
-        for names in tqdm(tied.values(), desc="load tensors", delay=2):
+        for names in tqdm(tied.values(), desc="load tensors", delay=2, disable=None):
             found = {n: self._read(n) for n in names if n in self._stored}
             if not found:
                 raise self._missing(names[0])

@@ -63,7 +63,7 @@ def test_answers_are_those_of_the_conversation_so_far(folder, llm, asked):
         history,
         [*history, {"role": "assistant", "content": answer}, {"role": "user", "content": "two"}],
     ]
-    assert answer in result.stdout
+    assert answer in result.stdout and not result.stdout.startswith("> "), "no prompt into a pipe"
     assert llm.chat(asked[1], greedy)[0].outputs[0].text in result.stdout
 
 

@@ -224,6 +224,15 @@ def test_what_speed_nobody_measured_is_left_out() -> None:
     assert "<svg" not in html(summarize([("a.json", alone)]), "t")
 
 
+def test_errors_nobody_measured_have_no_table() -> None:
+    given = results()
+    for row in given["rows"]:
+        for linear in row["linears"] or []:
+            linear["relative_error"] = None
+    assert "largest errors" not in html(summarize([("a.json", given)]), "t")
+    assert "largest errors" in html(summarize([("a.json", results())]), "t")
+
+
 def run(*arguments: str) -> None:
     app = typer.Typer()
     app.command()(report)

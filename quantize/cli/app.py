@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -84,3 +86,5 @@ def quantize(
     ] = False,
 ) -> None:
     """Quantize Hugging Face language models, run them, measure what it cost, export to GGUF."""
+    if not sys.stderr.isatty():  # bars are for people; transformers' ask before they are imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -103,11 +104,13 @@ def talk(conversation: Conversation, console: Console, verbose: bool) -> None:
     """Read questions and write answers until the input ends."""
     with contextlib.suppress(ImportError):
         __import__("readline")  # lines can be edited, and come back with the arrow keys
+    prompt = "[bold]> [/bold]" if sys.stdin.isatty() and console.is_terminal else ""
     while True:
         try:
-            line = console.input("[bold]> [/bold]").strip()
+            line = console.input(prompt).strip()
         except EOFError:
-            console.print()
+            if prompt:
+                console.print()
             return
         except KeyboardInterrupt:
             console.print()
