@@ -83,11 +83,14 @@ def load_scorer(
     """
     folder, device = Path(folder), torch.device(device)
     torch_dtype = measuring_dtype(dtype, device, folder)
-    here = is_computed_here(folder)
-    load = _load_dequantized if here else _load_by_transformers
-    model = load(folder, torch_dtype).to(device).eval()
+    rounds_inputs = False
+    if is_computed_here(folder):
+        model, rounds_inputs = _load_dequantized(folder, torch_dtype)
+    else:
+        model = _load_by_transformers(folder, torch_dtype)
+    model = model.to(device).eval()
     stored = resolve_kv(kv, _stored_kv(folder), model.config)
-    return TransformersScorer(model, stored, here and _rounds_inputs(folder))
+    return TransformersScorer(model, stored, rounds_inputs)
 
 
 def _stored_kv(folder: Path) -> KVStorage | None:
@@ -128,12 +131,8 @@ def is_computed_here(folder: Path) -> bool:
     return True
 
 
-def _rounds_inputs(folder: Path) -> bool:
-    schemes = Checkpoint(folder).schemes.values()
-    return any(scheme.input_activations is not None for scheme in schemes)
-
-
-def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
+def _load_dequantized(folder: Path, dtype: torch.dtype) -> tuple[Any, bool]:
+    """The model, and whether linears of it see quantized inputs."""
     checkpoint = Checkpoint(folder)
     config = load_config(folder)
     del config.quantization_config
@@ -155,19 +154,19 @@ def _load_dequantized(folder: Path, dtype: torch.dtype) -> Any:
             None, config=config, state_dict=fused, dtype=dtype, output_loading_info=True
         ),
     )
-    _quantize_inputs(loaded, checkpoint, weights)
-    return loaded
+    return loaded, _quantize_inputs(loaded, checkpoint, weights)
 
 
-def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tensor]) -> None:
-    """Let the linears of `model` whose scheme asks for it see fake-quantized inputs.
+def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tensor]) -> bool:
+    """Let the linears of `model` whose scheme asks for it see fake-quantized inputs; whether any
+    does.
 
     weights: stored name -> value. Experts are taken apart, so that each of their linears is one.
     """
     schemes = checkpoint.schemes.items()
     quantizing = {m: s.input_activations for m, s in schemes if s.input_activations is not None}
     if not quantizing:
-        return
+        return False
     split_experts(model)
     stored = {name: stored for stored, name in names_in_model(model, weights).items()}
     for path, experts in split_modules(model).items():
@@ -179,6 +178,7 @@ def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tens
     for module, spec in quantizing.items():
         linear = model.get_submodule(names[f"{module}.weight"].removesuffix(".weight"))
         linear.register_forward_pre_hook(_input_quantizer(spec, checkpoint.input_scale(module)))
+    return True
 
 
 def _input_quantizer(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from .plain_linear import has_fast_float32
+from .plain_linear import has_fast_float32, onednn_linear
 
 
 def float32_linears() -> AbstractContextManager[Any]:
@@ -35,8 +35,8 @@ class _OneDNNLinears(TorchFunctionMode):
         if func is linear and not kwargs and not torch.is_grad_enabled():
             x, weight = args[:2]
             bias = args[2] if len(args) > 2 else None
-            if _takes(x) and _takes(weight) and weight.ndim == 2 and x.numel():
-                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            if _takes(x) and _takes(weight) and weight.ndim == 2:
+                return onednn_linear(x, weight, bias)
         return func(*args, **(kwargs or {}))
 
 

@@ -77,7 +77,8 @@ def _reorder(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ W.T + bias on a CPU; W float32 as it is, or bfloat16 as `ONEDNN_BF16` packs it."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -86,14 +87,14 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() < FLOAT32_ROWS * x.shape[-1]:
         return F.linear(x, weight, bias)
-    return _onednn(x, weight, bias)
+    return onednn_linear(x, weight, bias)
 
 
 ONEDNN_BF16 = PlainKernel(
     "onednn_bf16",
     _decline(torch.bfloat16, _has_bfloat16, "needs oneDNN and a CPU with AVX512"),
     _reorder,
-    _onednn,
+    onednn_linear,
     repacks=True,
 )
 ONEDNN_FLOAT32 = PlainKernel(
