@@ -27,10 +27,9 @@ from .measure import measure_models, plan_windowing
 from .protocols import windowing_for
 from .report import DEFINITIONS, Report, Row, plain
 from .results import header
-from .speed import SpeedPlan, decode_speed_apart
+from .speed import PROMPT_TOKENS, SpeedPlan, decode_speed_apart
 from .windows import Windowing
 
-SPEED_PROMPT = 64  # tokens
 GGUF_METHODS = {
     "round": (), "imatrix": ("--imatrix", "auto"), "gptq": ("--method", "gptq"),
 }  # fmt: skip
@@ -165,7 +164,7 @@ class Comparison(ModelStudy):
         """Keep a row whole. timed: what decodes in our runtime; a GGUF file does so in llama.cpp,
         and its values in ours would say nothing of that."""
         if self.settings.speed and timed is not None:
-            ids = tokenize(self._evaluation_text().text, self._tokenizer, SPEED_PROMPT).tolist()
+            ids = tokenize(self._evaluation_text().text, self._tokenizer, PROMPT_TOKENS).tolist()
             speed = decode_speed_apart(timed, SpeedPlan(ids), self.settings.device)
             measured = measured._replace(speed=speed)
         row = {**plain(measured), "made": how}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..kernels.errors import UserError
 
+PROMPT_TOKENS = 64  # of the prompt whose continuation is timed
 WARM_UP_TOKENS = 8
 # The working folder is taken off the path: a folder in it could shadow a package of the same name.
 CHILD = (

@@ -12,6 +12,7 @@ from ..presets import PRESETS
 from ..recipe import Calibration
 from ..sizes import parse_size
 from .common import model_path, print_json, say, terminal, write_json
+from .eval import WINDOWS
 from .recipe_options import build_recipe
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ...evals.recommend import Wanted
 
 SCHEMES = "W4A16,W8A8"
-CTX, WINDOWS = 2048, 10
+CTX = 2048
 
 
 def compare(

@@ -13,7 +13,6 @@ from .common import model_path, say
 if TYPE_CHECKING:
     from ...evals.windows import Windowing
 
-SPEED_PROMPT = 64  # tokens
 WINDOWS = 10  # where neither a protocol nor their number is named
 NAMED = ("hf-2048", "hf-stride", "llama.cpp-512")  # of evals/protocols.py, which is slow to import
 
@@ -94,7 +93,7 @@ def evaluate(
     """
     from ...calib.text import load_text, load_tokenizer, tokenize
     from ...evals.measure import measure_models
-    from ...evals.speed import SpeedPlan
+    from ...evals.speed import PROMPT_TOKENS, SpeedPlan
     from ...evals.tasks import read_task
 
     if report is not None and report.suffix not in (".md", ".json"):
@@ -110,7 +109,7 @@ def evaluate(
     windowing = chosen_windowing(protocol, folders, tokenizer, windows, given)
     loaded = load_text(text, "evaluation", tokenizer)
     say(f"text: {loaded.description}")
-    prompt = tokenize(loaded.text, tokenizer, SPEED_PROMPT).tolist()
+    prompt = tokenize(loaded.text, tokenizer, PROMPT_TOKENS).tolist()
     result = measure_models(
         models,
         loaded,
