@@ -9,8 +9,9 @@ much memory (fuzzer.py). hypothesis draws the damage and shrinks what fails; ath
 installed (`pip install atheris`; it is not built for every Python), draws it from bytes that it
 changes by the coverage of lowbit's code. The time is divided evenly among engines and targets.
 
-Prints a report as JSON; the exit code is 1 where there is a fault. --keep: a folder for the inputs
-that fail.
+Prints a report as JSON, and on the standard error a line for each target that is done; the exit
+code is 1 where there is a fault. Ctrl-C ends it with a report of the targets that were done. --keep:
+a folder for the inputs that fail.
 """
 
 from __future__ import annotations
@@ -74,16 +75,22 @@ def fuzz_with_atheris(
             sys.executable, "-m", "lowbit.evals.fuzz_atheris", name, str(sources), str(report),
             str(seconds), str(seed), *([] if keep is None else [str(keep.absolute())]),
         ]  # fmt: skip
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=scratch, timeout=seconds + GRACE
-        )
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=scratch, timeout=seconds + GRACE
+            )
+        except subprocess.TimeoutExpired as e:
+            return {"inputs": 0, "faults": [_fault(name, str(e), "no end")]}
         if not report.exists():
             raise RuntimeError(f"atheris ended with {done.returncode}: {done.stderr[-2000:]}")
         found = json.loads(report.read_text(encoding="utf-8"))
         if done.returncode != 0:  # libFuzzer's own verdict: a timeout, a crash
-            fault = {"target": name, "error": done.stderr[-500:], "place": "libFuzzer", "inputs": 1}
-            found["faults"].append(fault)
+            found["faults"].append(_fault(name, done.stderr[-500:], "libFuzzer"))
         return found
+
+
+def _fault(name: str, error: str, place: str) -> dict[str, Any]:
+    return {"target": name, "error": error, "place": place, "inputs": 1}
 
 
 def main() -> None:
@@ -96,22 +103,28 @@ def main() -> None:
     args = parser.parse_args()
     engines = args.engine or [e for e in ENGINES if importlib.util.find_spec(e) is not None]
     quiet()
-    results = _run(engines, args)
+    results: dict[str, Any] = {}
+    start = time.monotonic()
+    try:
+        _run(engines, args, results)
+        interrupted = False
+    except KeyboardInterrupt:
+        interrupted = True
     report = {
-        "seconds": args.seconds, "seed": args.seed, "engines": engines,
+        "seconds": round(time.monotonic() - start), "interrupted": interrupted, "seed": args.seed,
+        "engines": engines,
         "inputs": sum(found["inputs"] for found in results.values()),
         "faults": sum(len(found["faults"]) for found in results.values()),
         "by_target": results,
     }  # fmt: skip
     json.dump(report, sys.stdout, indent=2)
     sys.stdout.write("\n")
-    sys.exit(1 if report["faults"] else 0)
+    sys.exit(1 if report["faults"] else 130 if interrupted else 0)
 
 
-def _run(engines: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What was found, by target and engine."""
+def _run(engines: list[str], args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Put what is found into `results`, by target and engine, as each is done."""
     share = args.seconds / (len(engines) * len(args.targets))
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         sources = make_sources(Path(folder))
         limit_memory()
@@ -127,7 +140,8 @@ def _run(engines: list[str], args: argparse.Namespace) -> dict[str, Any]:
                     fuzz_with_hypothesis(fuzzer, share, args.seed)
                     found = fuzzer.facts()
                 results[key] = found
-    return results
+                faults = len(found["faults"])
+                sys.stderr.write(f"{key}: {found['inputs']} inputs, {faults} faults\n")
 
 
 if __name__ == "__main__":
