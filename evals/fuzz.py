@@ -10,8 +10,8 @@ installed (`pip install atheris`; it is not built for every Python), draws it fr
 changes by the coverage of lowbit's code. The time is divided evenly among engines and targets.
 
 Prints a report as JSON, and on the standard error a line for each target that is done; the exit
-code is 1 where there is a fault. Ctrl-C ends it with a report of the targets that were done. --keep:
-a folder for the inputs that fail.
+code is 1 where there is a fault. Ctrl-C ends it with a report of the targets that were done.
+--keep: a folder for the inputs that fail.
 """
 
 from __future__ import annotations
