@@ -30,6 +30,7 @@ from .prompts import (
 from .request import Request, RequestFailed, RequestOutput, SamplingParams
 from .sampling.beams import BeamRequest, BeamSearchOutput
 from .sampling.params import BeamSearchParams
+from .scheduling.config import Batching
 
 ENGINES = ("auto", "paged", "contiguous")
 
@@ -46,7 +47,8 @@ class LLM:
     batching) or "contiguous" (runtime/engine.py); "auto": the first that can run the model. Of the
     paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
     quarter of the free memory, or less where that is enough for all rows); enable_prefix_caching:
-    compute what prompts have in common once.
+    compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
+    to be compared with "continuous".
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -66,6 +68,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         kv_memory: int | None = None,
         enable_prefix_caching: bool = True,
+        batching: Batching = "continuous",
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -90,7 +93,7 @@ class LLM:
         if self.engine == "paged":
             limits = EngineLimits(
                 max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
-                enable_prefix_caching,
+                enable_prefix_caching, batching,
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
         else:

@@ -26,7 +26,7 @@ from .models.decoder import KVPools
 from .request import Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import add_prompt_logprobs
-from .scheduling.config import KVKind, SchedulerConfig
+from .scheduling.config import Batching, KVKind, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState
@@ -43,13 +43,14 @@ HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at onc
 class EngineLimits(NamedTuple):
     """max_num_seqs: that run at once. max_num_batched_tokens: of a step. max_model_len: prompt and
     output together. kv_memory: bytes of all pools; None: a quarter of the free memory, or as much
-    as `max_num_seqs` requests of the longest kind fill."""
+    as `max_num_seqs` requests of the longest kind fill. batching: see SchedulerConfig."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     kv_memory: int | None = None
     prefix_cache: bool = True
+    batching: Batching = "continuous"
 
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
@@ -77,6 +78,7 @@ class PagedEngine:
                 BLOCK_SIZE,
                 limits.max_num_seqs,
                 max(limits.max_num_batched_tokens, limits.max_num_seqs),
+                batching=limits.batching,
                 prefix_cache=limits.prefix_cache,
             )
         )
