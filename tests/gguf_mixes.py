@@ -76,8 +76,8 @@ def dry_run(program: str, model: Path, file_type: str, imatrix: Path | None) -> 
 
 def record(program: str, out: Path) -> None:
     from lowbit.quantize.gguf.export import export_gguf
+    from lowbit.quantize.gguf.file_types import FILE_TYPES
     from lowbit.quantize.gguf.imatrix import Imatrix, Importance, write_imatrix
-    from lowbit.quantize.gguf.mix import FILE_TYPES
     from lowbit.quantize.gguf.reader import GGUFFile
 
     models = {}

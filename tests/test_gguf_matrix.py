@@ -15,7 +15,7 @@ from lowbit.evals.matrix_table import Result, verdict
 from lowbit.evals.process_cost import ProcessCost
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.gguf.export import export_gguf
-from lowbit.quantize.gguf.mix import FILE_TYPES
+from lowbit.quantize.gguf.file_types import FILE_TYPES
 
 from .gguf_models import tiny_llama
 

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.gguf.blocks import codec
-from lowbit.quantize.gguf.mix import (
-    FILE_TYPES,
-    Facts,
-    check_file_type,
-    choose_types,
-    fitting,
-    more_bits,
-    needs_importance,
-    parse_override,
-)
+from lowbit.quantize.gguf.file_types import FILE_TYPES, check_file_type
+from lowbit.quantize.gguf.mix import choose_types, fitting, needs_importance, parse_override
+from lowbit.quantize.gguf.mix_rules import Facts, more_bits
 
 from .gguf_mixes import recorded
 

@@ -19,13 +19,15 @@ from ...kernels.errors import UserError
 from ..checkpoint.load import Checkpoint
 from . import hparams, vocab
 from .architectures import architecture_of_class
+from .blocks import CODECS
 from .blocks.plain import F32
 from .encoding import Entry, encode
+from .file_types import FILE_TYPES, base_type
 from .hf_vocab import read_vocab
 from .hparams import Hyperparameters
 from .imatrix import Imatrix, imatrix_keys
 from .metadata import general_keys
-from .mix import CODECS, FILE_TYPES, Choice, base_type
+from .mix import Choice
 from .names import targets
 from .repack import can_repack
 from .type_plan import TypeWish, plan_types, wish, without_importance
@@ -88,7 +90,7 @@ def export_gguf(
     progress: bool = True,
     encoder: Encoder | None = None,
 ) -> ExportReport:
-    """Write `out` from the model folder `model` in `file_type` (a key of mix.FILE_TYPES).
+    """Write `out` from the model folder `model` in `file_type` (a key of FILE_TYPES).
 
     `pure`, `tensor_types` ("PATTERN=TYPE") and `imatrix` decide the tensors' block types and how
     errors are weighed (type_plan.py). `pre` overrules llama.cpp's name for the pre-tokenizer. With

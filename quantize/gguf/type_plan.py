@@ -7,24 +7,16 @@ from typing import NamedTuple
 
 from ...kernels.errors import UserError
 from .blocks import CODECS
+from .file_types import base_type, check_file_type
 from .hparams import Hyperparameters
 from .imatrix import Imatrix
-from .mix import (
-    EMBEDDING,
-    OUTPUT,
-    Choice,
-    Facts,
-    base_type,
-    check_file_type,
-    choose_types,
-    needs_importance,
-    parse_override,
-)
+from .mix import EMBEDDING, OUTPUT, Choice, choose_types, needs_importance, parse_override
+from .mix_rules import Facts
 from .names import Target
 
 
 class TypeWish(NamedTuple):
-    """What a file's types are to be. `file_type`: a key of mix.FILE_TYPES. `pure`: no mix, its base
+    """What a file's types are to be. `file_type`: a key of FILE_TYPES. `pure`: no mix, its base
     type alone. `overrides`: (regular expression, block type), the first that a name matches
     decides. `imatrix`: what errors cost."""
 
