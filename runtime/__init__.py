@@ -9,23 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .async_engine import AsyncEngine, EngineDeadError
+    from .async_engine import AsyncEngine
     from .llm import LLM
     from .metrics import EngineMetrics
     from .request import CompletionOutput, RequestFailed, RequestMetrics, RequestOutput
     from .sampling.beams import BeamSearchOutput, BeamSearchSequence
     from .sampling.logprobs import Logprob
     from .sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from .streams import EngineDeadError, NotStarted
 
 __all__ = [
     "LLM", "AsyncEngine", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
-    "CompletionOutput", "EngineDeadError", "EngineMetrics", "Logprob", "RequestFailed",
-    "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputsParams",
+    "CompletionOutput", "EngineDeadError", "EngineMetrics", "Logprob", "NotStarted",
+    "RequestFailed", "RequestMetrics", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
 ]  # fmt: skip
 
 _MODULES = {
     "llm": ("LLM",),
-    "async_engine": ("AsyncEngine", "EngineDeadError"),
+    "async_engine": ("AsyncEngine",),
+    "streams": ("EngineDeadError", "NotStarted"),
     "metrics": ("EngineMetrics",),
     "request": ("CompletionOutput", "RequestFailed", "RequestMetrics", "RequestOutput"),
     "sampling.beams": ("BeamSearchOutput", "BeamSearchSequence"),

@@ -11,7 +11,6 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,8 @@ from ..kernels.errors import UserError
 from .llm import LLM
 from .metrics import EngineMetrics
 from .prompts import Messages, Prompt
-from .request import Request, RequestFailed, RequestOutput, SamplingParams
-
-_Item = RequestOutput | BaseException
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's thread has ended by an error, its cause, or was shut down."""
-
-
-@dataclass(eq=False)
-class _Stream:
-    """A request and who waits for it. delta: outputs hold what is new, not all so far."""
-
-    request: Request
-    loop: asyncio.AbstractEventLoop
-    delta: bool
-    items: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
-
-    def item(self) -> _Item:
-        output = self.request.output(self.delta)
-        error = self.request.error
-        return output if error is None else RequestFailed(error, [output])
+from .request import Request, RequestOutput, SamplingParams
+from .streams import EngineDeadError, Item, Stream, put_all
 
 
 class AsyncEngine:
@@ -54,9 +33,10 @@ class AsyncEngine:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._maker, self._engine = self.llm._maker, self.llm._engine
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = {}
+        self._streams: dict[str, Stream] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Item]]] = {}
         self._dead: EngineDeadError | None = None
+        self._at_end: Callable[[EngineDeadError], None] | None = None
         self._closing = False
         self._gate = threading.Lock()  # between commands that come and the engine's end
         self._reader = threading.Lock()  # one prompt is tokenized at a time
@@ -76,6 +56,15 @@ class AsyncEngine:
         """Why nothing can be asked of the engine any more."""
         return self._dead
 
+    def at_end(self, callback: Callable[[EngineDeadError], None]) -> None:
+        """Call this in the engine's thread when it ends, or now where it has."""
+        with self._gate:
+            dead = self._dead
+            if dead is None:
+                self._at_end = callback
+        if dead is not None:
+            callback(dead)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -90,21 +79,53 @@ class AsyncEngine:
         before its end, the request is aborted and its blocks are free in the next step. UserError
         for what cannot run, RequestFailed where the model gave no finite logits, EngineDeadError.
         """
+        outputs = self.run(await self.request(prompt, sampling_params, request_id), delta=delta)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    async def request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> Request:
+        """What `run` takes, with the prompt's tokens. UserError for what cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        request = await asyncio.to_thread(self._make, prompt, params, request_id)
-        stream = _Stream(request, asyncio.get_running_loop(), delta)
+        return await asyncio.to_thread(self._make, prompt, params, request_id)
+
+    async def run(
+        self,
+        request: Request,
+        *,
+        delta: bool = False,
+        only_last: bool = False,
+        start_within: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """`generate` of a request that was made. only_last: what it has come to alone.
+        start_within: seconds that it may wait for its first step, else NotStarted."""
+        stream = Stream(request, asyncio.get_running_loop(), delta, only_last)
         self._send(lambda: self._add(stream))
         going = True
         try:
-            while going:
-                item = await stream.items.get()
+            item = await stream.first(start_within)
+            while True:
                 going = isinstance(item, RequestOutput) and not item.finished
                 if not isinstance(item, RequestOutput):
                     raise item
                 yield item
+                if not going:
+                    return
+                item = await stream.items.get()
         finally:
             if going:
                 self._try_to_send(lambda: self._abort(request.request_id, tell=False))
+
+    async def chat_prompt(self, messages: Messages, **options: Any) -> dict[str, Any]:
+        """What the chat template makes of a conversation. options: as RequestMaker has them."""
+        return await asyncio.to_thread(self._chat_prompt, messages, options)
 
     async def chat(
         self,
@@ -115,7 +136,7 @@ class AsyncEngine:
         delta: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """`generate` with what the chat template makes of a conversation."""
-        prompt = self._maker.chat_prompt(messages)
+        prompt = await self.chat_prompt(messages)
         outputs = self.generate(prompt, sampling_params, request_id, delta=delta)
         try:
             async for output in outputs:
@@ -157,6 +178,10 @@ class AsyncEngine:
         with self._reader:
             return self._maker.request(prompt, params, request_id)
 
+    def _chat_prompt(self, messages: Messages, options: dict[str, Any]) -> dict[str, Any]:
+        with self._reader:
+            return self._maker.chat_prompt(messages, **options)
+
     def _send(self, command: Callable[[], None]) -> None:
         """Have `command` run in the engine's thread, between two steps."""
         if not self._try_to_send(command):
@@ -193,7 +218,7 @@ class AsyncEngine:
             dead = EngineDeadError("the engine was shut down")
         self._end(dead)
 
-    def _add(self, stream: _Stream) -> None:
+    def _add(self, stream: Stream) -> None:
         name = stream.request.request_id
         if self._dead:
             self._put(stream, self._last_words())
@@ -225,9 +250,10 @@ class AsyncEngine:
             if stream := self._streams.get(request.request_id):
                 if request.finished:
                     del self._streams[request.request_id]
-                self._put(stream, stream.item())
+                if request.finished or not stream.only_last:
+                    self._put(stream, stream.item())
 
-    def _put(self, stream: _Stream, item: _Item) -> None:
+    def _put(self, stream: Stream, item: Item) -> None:
         self._outbox.setdefault(stream.loop, []).append((stream, item))
 
     def _deliver(self) -> None:
@@ -235,7 +261,7 @@ class AsyncEngine:
         outbox, self._outbox = self._outbox, {}
         for loop, entries in outbox.items():
             try:
-                loop.call_soon_threadsafe(_put_all, entries)
+                loop.call_soon_threadsafe(put_all, entries)
             except RuntimeError:
                 for stream, _ in entries:
                     self._abort(stream.request.request_id, tell=False)
@@ -244,14 +270,12 @@ class AsyncEngine:
         """Nobody is left to wait for what does not come."""
         with self._gate:
             self._dead = dead
+            at_end = self._at_end
         for stream in self._streams.values():
             self._put(stream, self._last_words())
         self._streams.clear()
         while not self._commands.empty():
             self._commands.get()()
         self._deliver()
-
-
-def _put_all(entries: list[tuple[_Stream, _Item]]) -> None:
-    for stream, item in entries:
-        stream.items.put_nowait(item)
+        if at_end is not None:
+            at_end(dead)

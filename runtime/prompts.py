@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from jinja2 import TemplateError
+
 from ..kernels.errors import UserError
 from .loader import LoadedModel
 from .request import Request
@@ -17,6 +19,10 @@ from .sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
 Messages: TypeAlias = "Sequence[dict[str, str]]"
+
+
+class PromptTooLong(UserError):
+    """It leaves no room for an output in the model's context."""
 
 
 class RequestMaker:
@@ -61,15 +67,25 @@ class RequestMaker:
             )
         return [self.request(p, s) for p, s in zip(prompts, each, strict=True)]
 
-    def chat_prompt(self, messages: Any) -> dict[str, Any]:
-        """What the chat template makes of a conversation, as a prompt."""
+    def chat_prompt(
+        self, messages: Any, *, tools: list[dict[str, Any]] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """What the chat template makes of a conversation, as a prompt. tools: functions that the
+        model may call, as JSON schemas; options: other names that the template reads."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UserError("the model has no chat template: use generate with a plain prompt")
         if not messages:
             raise UserError("the conversation is empty: it must have at least one message")
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                tokenize=False,
+                **{"add_generation_prompt": True, **options},
+            )
+        except (TemplateError, TypeError, ValueError) as e:
+            raise UserError(f"the chat template does not take this conversation: {e}") from e
+        check_text(text)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": ids}
 
@@ -81,7 +97,7 @@ class RequestMaker:
         """Tokens that the output of a prompt can have."""
         room = self._max_model_len - len(token_ids)
         if room < 1:
-            raise UserError(
+            raise PromptTooLong(
                 f"the prompt has {len(token_ids)} tokens, but prompt and output together may have "
                 f"{self._max_model_len}: shorten it"
             )
@@ -114,7 +130,19 @@ class RequestMaker:
             return None, list(prompt)
         if self.tokenizer is None:
             raise UserError("the model folder has no tokenizer: give the prompt as token ids")
+        check_text(prompt)
         return prompt, list(self.tokenizer(prompt)["input_ids"])
+
+
+def check_text(text: str) -> None:
+    """UserError where `text` holds half of a character, which no tokenizer can read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise UserError(
+            f"the prompt is no Unicode text: at position {e.start} it has one half of a surrogate "
+            "pair alone"
+        ) from e
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from lowbit.kernels.errors import UserError
-from lowbit.runtime import LLM, AsyncEngine, EngineDeadError, RequestFailed, SamplingParams
+from lowbit.runtime import (
+    LLM,
+    AsyncEngine,
+    EngineDeadError,
+    NotStarted,
+    RequestFailed,
+    SamplingParams,
+)
 from lowbit.runtime.paged_engine import PagedEngine
 
 from .runtime_models import FAMILIES, save_tiny
@@ -180,6 +187,54 @@ def test_death_reaches_everybody_who_waits(folder, monkeypatch):
             await engine.metrics()
 
     with_engine(folder, die)
+
+
+def test_the_last_output_alone_holds_everything(folder):
+    params = SamplingParams(max_tokens=9, n=2, seed=1, logprobs=0, ignore_eos=True)
+
+    async def both(engine: AsyncEngine) -> Any:
+        alone = engine.run(await engine.request("hi", params), only_last=True)
+        return [o async for o in alone], await whole(engine, "hi", params)
+
+    alone, expected = with_engine(folder, both)
+    assert [o.outputs for o in alone] == [expected.outputs] and alone[0].finished
+
+
+def test_a_request_waits_for_its_turn_no_longer_than_it_may(folder):
+    async def wait(engine: AsyncEngine) -> Any:
+        first = engine.run(await engine.request("long", ENDLESS), start_within=30)
+        await anext(first)
+        second = engine.run(await engine.request("x", GREEDY, "late"), start_within=0.01)
+        with pytest.raises(NotStarted, match="request late has waited 0.01 s"):
+            await anext(second)
+        await first.aclose()
+        return await idle(engine)
+
+    told = with_engine(folder, wait, max_num_seqs=1, enable_prefix_caching=False)
+    assert (told.running, told.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_its_end_is_told_once(folder, when):
+    async def end(engine: AsyncEngine) -> list[Any]:
+        told: list[Any] = []
+        if when == "before":
+            engine.at_end(told.append)
+        await asyncio.to_thread(engine.shutdown)
+        if when == "after":
+            engine.at_end(told.append)
+        return told
+
+    (dead,) = with_engine(folder, end)
+    assert isinstance(dead, EngineDeadError) and "shut down" in str(dead)
+
+
+def test_half_a_character_is_refused(folder):
+    async def ask(engine: AsyncEngine) -> None:
+        with pytest.raises(UserError, match="position 1 it has one half of a surrogate pair"):
+            await whole(engine, "x\ud800")
+
+    with_engine(folder, ask)
 
 
 def test_shutdown_ends_requests_and_the_thread(folder):
