@@ -82,6 +82,7 @@ class LLM:
         self.device, self.dtype = loaded.device, loaded.dtype
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.max_model_len = _context_length(self.model.config, max_model_len)
+        self.max_num_seqs = max_num_seqs
         self._linears, self.warnings = loaded.linears, loaded.warnings
         self._maker = RequestMaker(loaded, self.vocab_size, self.max_model_len)
         kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)
@@ -107,6 +108,12 @@ class LLM:
     def metrics(self) -> EngineMetrics:
         """What the engine is doing and has done."""
         return self._engine.metrics()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a prompt and one output can have: the model's context, or what the KV cache
+        has room for."""
+        return min(self.max_model_len, getattr(self._engine, "capacity", self.max_model_len))
 
     @property
     def kv_cache(self) -> str:

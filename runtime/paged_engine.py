@@ -99,6 +99,11 @@ class PagedEngine:
         return sum(pool.nbytes for pools in self._pools for pool in pools)
 
     @property
+    def capacity(self) -> int:
+        """Tokens that the blocks of a layer hold."""
+        return self._scheduler.config.kinds[0].num_blocks * BLOCK_SIZE
+
+    @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
