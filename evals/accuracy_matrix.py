@@ -65,7 +65,7 @@ def _protocol_lines(study: ModelStudy) -> list[str]:
         f"positions; dtype {p['dtype']}",
         f"machine: {e['cpu']}, {e['threads']} threads; {e['system']}",
         f"versions: python {e['python']}, {packages}",
-        "wall and peak memory: of the whole command; * recorded before, not in this run",
+        "wall, CPU time and peak memory: of the whole command; * recorded before, not in this run",
     ]
     return [f"- {line}" for line in lines]
 

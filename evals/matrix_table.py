@@ -10,7 +10,7 @@ from .matrix_rows import PEER_ROWS, Bar, MatrixRow
 
 HEADINGS = (
     "scheme", "method", "perplexity", "KLD", "KLD in llama.cpp", "top-1", "bits/weight", "file, MB",
-    "wall, s", "peak, MB", "best peer, KLD", "ratio", "bar",
+    "wall, s", "CPU, s", "peak, MB", "best peer, KLD", "ratio", "bar",
 )  # fmt: skip
 
 
@@ -154,6 +154,7 @@ def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Re
         _number(result.bits, ".3f"),
         "" if result.nbytes is None else f"{result.nbytes / 1e6:.1f}",
         _number(result.seconds, ".0f"),
+        _number(result.cpu_seconds, ".0f"),
         "" if result.peak_memory is None else f"{result.peak_memory / 1e6:.0f}",
         "" if peer is None else f"{peer.tool} {peer.kld:.4f}{'*' if peer.recorded else ''}",
         "" if peer is None or result.kld is None else f"{result.kld / peer.kld:.2f}",
