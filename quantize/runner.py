@@ -94,7 +94,7 @@ def quantize_model(
     notes += done.notes
     save_checkpoint(
         model.shards, out, journal, steps,
-        LinearStorage({worker.stored_name(n): p.scheme for n, p in plan.linears.items()},
+        LinearStorage({worker.store.stored_name(n): p.scheme for n, p in plan.linears.items()},
                       plan.untouched, layout, recipe.has_g_idx),
         report={"recipe": recipe.to_dict(), "dtype": _name(run.dtype), "notes": plan.notes,
                 "dropped_rows": done.dropped_rows, "linears": done.linears,

@@ -40,8 +40,8 @@ QUERY_OR_KEY = re.compile(r"(q|k|qk|qkv|W?qkv|query|key)(_|$)")  # AWQ leaves th
 def make_transform(
     transform: Transform, plan: Plan, worker: PassWorker, model: LayeredModel
 ) -> LayerTransform:
-    """What `transform` does to each layer of `model`; it changes `worker.weights` and notes what it
-    did in `worker.transform_report`. UserError when its targets match nothing that is planned."""
+    """What `transform` does to each layer of `model`; it changes the weights of `worker.store` and
+    notes there what it did. UserError when its targets match nothing that is planned."""
     linears = {name: model.model.get_submodule(name) for name in plan.linears}
     targets = frozenset(match_linears(transform, linears, {}, None))
     kind = {"awq": AWQ, "smoothquant": SmoothQuant}[transform.method]
@@ -112,7 +112,7 @@ class _Smoothing(LayerTransform):
                     notes[key] = {"left_alone": reason}
                 else:
                     notes[key] = self._smooth(self._problem(fold, group, layer, calls))
-            self._worker.transform_report[self._transform.method] = notes
+            self._worker.store.transform_report[self._transform.method] = notes
 
     def _refusal(self, group: InputGroup, fold: Fold | NoFold) -> str | None:
         """Why a group stays as it is; None: it does not."""
@@ -128,7 +128,7 @@ class _Smoothing(LayerTransform):
     def _problem(
         self, fold: Fold, group: InputGroup, layer: nn.Module, calls: list[LayerCall]
     ) -> Problem:
-        held, names = self._worker.weights, list(group.linears)
+        held, names = self._worker.store.weights, list(group.linears)
         weights = {n: held.get(f"{n}.weight") for n in names}
         stored = held.stored_dtype(f"{names[0]}.weight")
         return Problem(fold, group, weights, self._plan.linears[names[0]], stored, layer, calls)
@@ -137,7 +137,7 @@ class _Smoothing(LayerTransform):
         """Choose scales and fold them; what is reported of it."""
         scales, report = self._choose(problem)
         applied = apply_fold(
-            problem.fold, scales, self._worker.weights, self._plan.linears.__contains__
+            problem.fold, scales, self._worker.store.weights, self._plan.linears.__contains__
         )
         report["feeder"] = problem.fold.feeder
         report["scales"] = [float(applied.min()), float(applied.max())]
@@ -178,7 +178,7 @@ class AWQ(_Smoothing):
         }
 
     def _finish(self, problem: Problem, by_column: Tensor) -> dict[str, Any]:
-        settings, spec, held = self._transform.awq, problem.spec, self._worker.weights
+        settings, spec, held = self._transform.awq, problem.spec, self._worker.store.weights
         by_rows = isinstance(spec.granularity, Channel | Group)
         if not settings.clip or not by_rows or searches_ranges(problem.planned):
             return {}

@@ -7,19 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..calib.layer_worker import InputGroup, LayerWorker
 from ..calib.memory import release_free_memory
 from ..calib.model import LayerCall, LayeredModel
 from ..calib.stops import InputHook
-from .activations import fake_quantize_input, input_scale_of_peak
+from .activations import fake_quantize_input
 from .checkpoint.journal import Journal
-from .checkpoint.kv_config import scale_tensors
 from .checkpoint.layouts import NATIVE, Layout
 from .expert_calibration import dampened, why_rounded
-from .layer_weights import LayerWeights
+from .layer_store import LayerStore
 from .linear_names import fused_peers
 from .linear_plan import Plan, PlannedLinear
 from .passes.gptq import solve
@@ -52,22 +50,18 @@ class PassWorker(LayerWorker):
         cache: KVCachePass | None = None,
         layout: Layout = NATIVE,
     ) -> None:
-        self._model, self._plan, self._journal, self._layout = model, plan, journal, layout
-        self._tensors: dict[str, Tensor] = {}
-        self._report: dict[str, Any] = {}
-        self._input_scales: dict[str, Tensor | None] = {}  # of the linears quantized so far
-        self._kept: dict[str, Quantized] = {}  # of the layer at work
+        self._plan = plan
+        self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
+        self.store = LayerStore(model, plan, journal, layout, self.whole_layers)
         self._layer = ""
         self._cache, self.watches_layers = None, cache is not None
         if cache is not None:
             settings = cache.kv_cache
             self._cache = KVObserver(settings.spec, settings, model.config)
         self.seconds: dict[str, dict[str, float]] = {}
-        self.transform_report: dict[str, Any] = {}
         self.transforms = [
             make_transform(t, plan, self, model) for t in transforms if t.method != "rotate"
         ]
-        self.whole_layers = any(p.taken_by.method == "signround" for p in plan.linears.values())
 
     @property
     def needs(self) -> frozenset[str]:
@@ -78,7 +72,7 @@ class PassWorker(LayerWorker):
 
     def begin(self, layer_name: str, layer: nn.Module) -> None:
         self._layer = layer_name
-        self.weights = LayerWeights(self._model, layer_name, layer)
+        self.store.begin(layer_name, layer)
 
     def peers(self, names: list[str]) -> list[list[str]]:
         return fused_peers(names)
@@ -118,46 +112,15 @@ class PassWorker(LayerWorker):
                 self._signround(layer_name, layer, members, calls, targets)
 
     def finish(self, layer_name: str, dropped: list[int]) -> None:
-        quantized = {f"{name}.weight" for name in self._report}
-        for name, value in self.weights.changed.items():
-            if name not in quantized:
-                stored = self._model.tensor_name(name)
-                self._tensors[stored] = value.to(self.weights.stored_dtype(name))
-        report = {
-            "linears": self._report,
-            "transforms": self.transform_report,
-            "dropped_rows": dropped,
-        }
         for name, scales in self._cache.take(layer_name).items() if self._cache else ():
-            self._tensors |= scale_tensors(self._stored_module(name), scales, torch.float32)
-        self._journal.write(layer_name, self._tensors, report)
-        self._tensors, self._report, self._input_scales, self._kept = {}, {}, {}, {}
-        self.transform_report = {}
+            self.store.keep_cache_scales(name, scales)
+        self.store.write(layer_name, dropped)
 
     def restore(self, layer_name: str, layer: nn.Module) -> bool:
-        if not self._journal.finished(layer_name):
-            return False
-        self._input_scales = {}
-        stored = self._journal.load(layer_name)
-        weights = LayerWeights(self._model, layer_name, layer)
-        for name, module in layer.named_modules(prefix=layer_name):
-            if isinstance(module, nn.Linear) and self.wants(name):
-                scheme, stored_name = self._plan.linears[name].scheme, self.stored_name(name)
-                get = stored.__getitem__
-                q = self._layout.decompress(stored_name, stored, get, scheme.weights)
-                weights.put(f"{name}.weight", q.dequantize())
-                activations = scheme.input_activations
-                self._input_scales[name] = (
-                    None
-                    if activations is None
-                    else self._layout.decompress_input_scale(stored_name, stored, get, activations)
-                )
-        for name, _ in layer.named_parameters(prefix=layer_name):
-            if not self.wants(name.rpartition(".")[0]) or not name.endswith(".weight"):
-                changed = stored.get(self._model.tensor_name(name))
-                if changed is not None:
-                    weights.put(name, changed)
-        return True
+        finished = self.store.finished(layer_name)
+        if finished:
+            self.store.restore(layer_name, layer)
+        return finished
 
     @contextmanager
     def quantized_inputs(self, layer_name: str, layer: nn.Module) -> Iterator[None]:
@@ -168,9 +131,9 @@ class PassWorker(LayerWorker):
             assert spec is not None
 
             def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-                if name not in self._input_scales:  # not quantized yet
+                if name not in self.store.input_scales:  # not quantized yet
                     return None
-                return fake_quantize_input(args[0], spec, self._input_scales[name]), *args[1:]
+                return fake_quantize_input(args[0], spec, self.store.input_scales[name]), *args[1:]
 
             return hook
 
@@ -179,7 +142,7 @@ class PassWorker(LayerWorker):
             for name, module in layer.named_modules(prefix=layer_name)
             if self.wants(name) and self._plan.linears[name].scheme.input_activations
         ]
-        cache = None if self._journal.finished(layer_name) else self._cache
+        cache = None if self.store.finished(layer_name) else self._cache
         watching = nullcontext() if cache is None else cache.watching(layer_name, layer)
         try:
             with watching:
@@ -201,13 +164,13 @@ class PassWorker(LayerWorker):
         theirs in common."""
         planned = self._plan.linears[members[0]]
         taken_by, spec = planned.taken_by, planned.scheme.weights
-        stacked, heights, dtype = self._stacked(members)
+        stacked, heights, dtype = self.store.stacked(members)
         if taken_by.method == "rtn":
             quantized = rtn_quantize(stacked, spec, dtype, taken_by.rtn)
         else:
             quantized = hqq_quantize(stacked, spec, dtype, taken_by.hqq)
         for name, part in zip(members, split_rows(quantized, heights), strict=True):
-            self.keep(name, group, part, {"method": taken_by.method, **_routed(group)})
+            self.store.keep(name, group, part, {"method": taken_by.method})
 
     def _gptq(self, members: list[str], group: InputGroup) -> None:
         """Linears that share an input share its factored Hessian; their rows are solved at once."""
@@ -224,7 +187,7 @@ class PassWorker(LayerWorker):
         moved = shift.mean() if shift is not None and shift.tokens else None
         if hessian.nbytes > LARGE_BYTES:
             release_free_memory()
-        stacked, heights, dtype = self._stacked(members)
+        stacked, heights, dtype = self.store.stacked(members)
         solved = solve(stacked, hessian, moved, planned.scheme.weights, dtype, settings)
         del stacked  # as the factor is gone: packing takes memory, too
         parts = zip(
@@ -234,13 +197,12 @@ class PassWorker(LayerWorker):
             strict=True,
         )
         for name, (quantized, error, reference) in zip(members, parts, strict=True):
-            self.keep(name, group, quantized, {
+            self.store.keep(name, group, quantized, {
                 "method": "gptq",
                 "relative_error": float(error.sum() / reference.sum().clamp_(min=1e-30)),
                 "dampening_frac": solved.dampening_frac,
                 "dead_columns": solved.dead,
                 "tokens": statistic.tokens,
-                **_routed(group),
             })  # fmt: skip
 
     def _signround_start(self, members: list[str], group: InputGroup) -> None:
@@ -250,11 +212,11 @@ class PassWorker(LayerWorker):
         if planned.taken_by.signround.start == "gptq":
             self._gptq(members, group)
             return
-        stacked, heights, dtype = self._stacked(members)
+        stacked, heights, dtype = self.store.stacked(members)
         importance = group.statistics["hessian"].mean().diagonal()
         start = nearest_start(stacked, planned.scheme.weights, dtype, importance)
         for name, part in zip(members, split_rows(start, heights), strict=True):
-            self.keep(name, group, part, {"method": "rtn", **_routed(group)})
+            self.store.keep(name, group, part, {"method": "rtn"})
 
     def _signround(
         self,
@@ -268,75 +230,28 @@ class PassWorker(LayerWorker):
         inner = {name: name.removeprefix(f"{layer_name}.") for name in members}
         result = signround_layer(
             layer,
-            {inner[name]: self.weights.get(f"{name}.weight") for name in members},
-            {inner[name]: self._kept[name] for name in members},
+            {inner[name]: self.store.weights.get(f"{name}.weight") for name in members},
+            {inner[name]: self.store.kept[name] for name in members},
             calls,
             targets,
             self._plan.linears[next(iter(members))].taken_by.signround,
         )
         for name, group in members.items():
-            self.keep(name, group, result.quantized[inner[name]], {
+            self.store.keep(name, group, result.quantized[inner[name]], {
                 "method": "signround",
-                "start": self._report[name],
+                "start": self.store.report[name],
                 "start_error": result.start_error,
                 "layer_error": result.error,
-                **_routed(group),
             })  # fmt: skip
 
     def _round_experts(self, members: list[str], group: InputGroup, why: str) -> None:
         """Round an expert's linears to nearest, with searched scales, for the reason given."""
-        stacked, heights, dtype = self._stacked(members)
+        stacked, heights, dtype = self.store.stacked(members)
         spec = self._plan.linears[members[0]].scheme.weights
         quantized = rtn_quantize(stacked, spec, dtype, RTNSettings(scale_search="mse"))
         report = {"method": "rtn", "fallback": why, "tokens": group.statistics["hessian"].tokens}
         for name, part in zip(members, split_rows(quantized, heights), strict=True):
-            self.keep(name, group, part, {**report, **_routed(group)})
-
-    def keep(
-        self, name: str, group: InputGroup, quantized: Quantized, report: dict[str, Any]
-    ) -> None:
-        """Note what is stored for the linear `name`, and put its values into the module."""
-        stored_name = self.stored_name(name)
-        scheme = self._plan.linears[name].scheme
-        self._tensors |= self._layout.compress(stored_name, quantized, scheme)
-        self._report[name] = report
-        if self.whole_layers:
-            self._kept[name] = quantized
-        self._input_scales[name] = None
-        activations = scheme.input_activations
-        if activations is not None and "channel_range" in group.statistics:
-            peak = group.statistics["channel_range"].peak.amax()
-            scale = input_scale_of_peak(peak, activations, quantized.scale.dtype)
-            if scale is not None:
-                self._input_scales[name] = scale
-                stored_scale = self._layout.compress_input_scale(stored_name, activations, scale)
-                self._tensors |= stored_scale
-        self.weights.put(f"{name}.weight", quantized.dequantize())
-
-    def _stored_module(self, name: str) -> str:
-        """What the shards call the module `name`, as they call its parameters."""
-        inside = f"{name}."
-        parameter = next(n for n, _ in self._model.model.named_parameters() if n.startswith(inside))
-        return self._model.tensor_name(parameter).removesuffix(parameter.removeprefix(name))
-
-    def stored_name(self, name: str) -> str:
-        """What the shards call the linear (some leave the base model's prefix out)."""
-        return self._model.tensor_name(f"{name}.weight").removesuffix(".weight")
-
-    def _stacked(self, members: list[str]) -> tuple[Tensor, list[int], torch.dtype]:
-        """The members' float32 weights in one, their heights, and the dtype that scales take."""
-        originals = [self.weights.get(f"{name}.weight") for name in members]
-        dtype = self._layout.scale_dtype(self.weights.stored_dtype(f"{members[0]}.weight"))
-        heights = [len(weight) for weight in originals]
-        stacked = torch.cat(originals)
-        del originals
-        self._model.shards.close()  # pages of files that have been read count as resident memory
-        return stacked, heights, dtype
-
-
-def _routed(group: InputGroup) -> dict[str, int]:
-    """What the report of a linear says of its expert."""
-    return {} if group.routed is None else {"routed_tokens": group.routed}
+            self.store.keep(name, group, part, report)
 
 
 def _by_pass(names: Iterable[str], plan: Plan) -> list[list[str]]:

@@ -36,6 +36,7 @@ RECIPES = {
     "gptq": [],
     "gptq, parallel, asymmetric": ["--order", "parallel", "--scheme", "W4A16_ASYM"],
     "gptq in bfloat16": ["--dtype", "bfloat16", "--scheme", "W3A16"],
+    "gptq, parallel, quantized inputs": ["--order", "parallel", "--scheme", "W8A8"],
     "smoothquant and rtn": ["--method", "smoothquant+rtn", "--scheme", "W8A8"],
 }
 
