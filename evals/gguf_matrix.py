@@ -6,7 +6,8 @@
 Of each file type three files are made: weights rounded, rounded with an importance matrix, and by
 GPTQ. With `--llama-cpp`, the folder of llama.cpp's programs, llama-quantize makes the same type
 with the same importance matrix, and llama-perplexity measures every file too. Windows are its own
-(ctx 512, the first half of each skipped). Results are kept as by evals/accuracy_matrix.py.
+(ctx 512, the first half of each skipped), and what matrices read is rounded as llama.cpp rounds it
+unless `--inputs exact` is given. Results are kept as by evals/accuracy_matrix.py.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ from ..quantize.gguf.as_folder import folder_of
 from .accuracy_matrix import WIDTH, write_tables
 from .llamacpp_tools import LlamaTools
 from .matrix_rows import Bar, MatrixRow, PeerRow, rows_named
-from .matrix_study import RUN, ModelStudy, Settings, file_name, read_json, write_json
+from .matrix_study import BASE, RUN, ModelStudy, Settings, file_name, read_json, write_json
 from .matrix_table import Result, rich_table, table
+from .measure import measure_models
 from .process_cost import run_command
+from .protocols import llama_perplexity, tokenizing
+from .report import Report
+from .scorer import INPUTS
 
 TOOL = "llama.cpp"
 SHARES = {"Q4_K_M": 0.75, "Q4_0": 0.75, "Q3_K_M": 0.65, "IQ4_XS": 0.65}  # 1 of others: never worse
@@ -65,8 +70,8 @@ class GGUFSettings(Settings):
 
     windows: int = 40
     ctx: int = 512
-    skip: int = 256
     together: int = 2
+    inputs: str = "llama.cpp"  # of evals/scorer.py's INPUTS
 
 
 FAST = {"samples": 4, "seq_len": 64, "windows": 1, "ctx": 64}
@@ -79,7 +84,7 @@ class GGUFStudy(ModelStudy):
         self, model: Path, folder: Path, settings: GGUFSettings, tools: LlamaTools | None
     ) -> None:
         super().__init__(model, folder, settings)
-        self._tools = tools
+        self._tools, self._inputs = tools, settings.inputs
 
     def _command(self, row: MatrixRow | PeerRow, out: Path, pythons: dict[str, str]) -> list[str]:
         out.unlink(missing_ok=True)
@@ -121,6 +126,13 @@ class GGUFStudy(ModelStudy):
             found = self._tools.divergence(path, text, self._logits(), s.ctx, s.windows)
             write_json(self._llama_file(row), found._asdict())
         return folder_of(path, lambda line: None, self._scratch)
+
+    def _report(self, folders: dict[str, Path], caches: dict[str, str]) -> Report:
+        s = self.settings
+        windows = llama_perplexity(tokenizing(self._tokenizer), s.windows, s.ctx)
+        return measure_models(
+            folders, self._evaluation_text(), windows, base=BASE, dtype=s.dtype, inputs=self._inputs
+        )
 
     def _remove(self, row: MatrixRow | PeerRow) -> None:
         self._checkpoint(row).unlink()
@@ -175,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fast", action="store_true", help="few rows and windows")
     parser.add_argument("--calib", default="wikitext")
     parser.add_argument("--text", default="wikitext")
+    parser.add_argument("--inputs", default=GGUFSettings.inputs, choices=INPUTS)
     for name in ("samples", "seq_len", "windows", "ctx", "together"):
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=getattr(GGUFSettings, name)
@@ -203,7 +216,7 @@ def _run(args: argparse.Namespace) -> list[str]:
     sizes = FAST if args.fast else {name: getattr(args, name) for name in FAST}
     settings = GGUFSettings(
         args.calib, args.text, sizes["samples"], sizes["seq_len"], sizes["windows"], sizes["ctx"],
-        together=args.together, skip=sizes["ctx"] // 2,
+        together=args.together, inputs=args.inputs,
     )  # fmt: skip
     studies: list[ModelStudy] = []
     failed = []

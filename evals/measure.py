@@ -28,7 +28,7 @@ from .perplexity import NllTally, Scorer, log_probabilities
 from .protocols import tokenizing
 from .report import Protocol, Report, Row, environment
 from .scorer import context_limit, load_scorer
-from .size import size_report
+from .size import SizeReport, size_report
 from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
 from .tasks import Task, TaskResult, answers, task_result
 from .windows import Bos, Window, Windowing, cut_windows
@@ -74,6 +74,7 @@ def measure_models(
     protocol: str | None = None,
     noise_floor: bool = False,
     tasks: Sequence[Task] = (),
+    inputs: str = "exact",
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
@@ -82,6 +83,7 @@ def measure_models(
     (quantize/kv_names.py) for all models but the base or, by name, for some; "auto" for what each
     checkpoint says. `protocol`: the name of the windowing, for the report. `noise_floor`: measure
     the base in bfloat16 against itself, too. `tasks`: questions that each model is to answer.
+    `inputs`: "llama.cpp" rounds those of GGUF files as llama.cpp does (llamacpp_inputs.py).
     Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
     start = time.perf_counter()
@@ -96,8 +98,10 @@ def measure_models(
     sizes = {name: size_report(folder) for name, folder in folders.items()}
     given = dict.fromkeys(folders, kv) if isinstance(kv, str) else kv
     caches = {name: "auto" if name == base else given.get(name, "auto") for name in folders}
+    read = _inputs(folders, inputs)
     loaded = {
-        name: load_scorer(folder, dtype, where, caches[name]) for name, folder in folders.items()
+        name: load_scorer(folder, dtype, where, caches[name], read.get(name, "exact"))
+        for name, folder in folders.items()
     }
     stored = {name: describe_kv(s.kv.spec) for name, s in loaded.items() if s.kv is not None}
     used = str(loaded[first].dtype).removeprefix("torch.")
@@ -106,26 +110,36 @@ def measure_models(
     answered = _answered(loaded, tasks, tokenizer, base)
     del floor, loaded  # their memory is wanted by the processes that measure speed
     speeds = _speeds(folders, speed, where, caches)
-    rows = [
-        Row(
-            name,
-            _origin(folder),
-            nll[name].result(),
-            kld[name].result() if name in kld else None,
-            sizes[name],
-            speeds.get(name),
-            stored.get(name),
-            linear_results(folder),
-            answered.get(name),
-        )
-        for name, folder in folders.items()
-    ]
+    told = {"speed": speeds, "kv": stored, "tasks": answered, "inputs": read}
+    rows = _rows(folders, nll, kld, sizes, told)
     measured = _protocol(text, windowing, windows, rows[0].perplexity.tokens)
     measured = replace(
         measured, base=base, tokenizer=str(folders[first]), dtype=used, name=protocol
     )
     noise = kld[FLOOR].result() if noise_floor else None
     return Report(measured, environment(where), rows, time.perf_counter() - start, noise)
+
+
+def _rows(
+    folders: Mapping[str, Path],
+    nll: Mapping[str, NllTally],
+    kld: Mapping[str, DivergenceTally],
+    sizes: Mapping[str, SizeReport],
+    told: Mapping[str, Mapping[str, Any]],
+) -> list[Row]:
+    """Each model's results. told: field of Row -> model -> value, absent where there is none."""
+    return [
+        Row(
+            name=name,
+            path=_origin(folder),
+            perplexity=nll[name].result(),
+            divergence=kld[name].result() if name in kld else None,
+            size=sizes[name],
+            linears=linear_results(folder),
+            **{field: values.get(name) for field, values in told.items()},
+        )
+        for name, folder in folders.items()
+    ]
 
 
 def _protocol(text: Text, windowing: Windowing, windows: list[Window], scored: int) -> Protocol:
@@ -165,6 +179,17 @@ def _floor_scorer(
             f"in {FLOOR_DTYPE}; give --dtype float32"
         )
     return load_scorer(folders[base], FLOOR_DTYPE, where)
+
+
+def _inputs(folders: Mapping[str, Path], inputs: str) -> dict[str, str]:
+    """How inputs are rounded, of the models whose are: those of GGUF files. UserError where that is
+    asked for and none is one."""
+    if inputs == "exact":
+        return {}
+    files = [name for name, folder in folders.items() if contents_behind(folder) is not None]
+    if not files:
+        raise UserError(f"{inputs}'s inputs are those of a GGUF file, but none is measured")
+    return dict.fromkeys(files, inputs)
 
 
 def _origin(folder: Path) -> str:

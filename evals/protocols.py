@@ -91,9 +91,14 @@ def _hf_stride(positions: int | None, _: Tokenizing, windows: int | None) -> Win
     return Windowing(ctx, ctx // 2, windows=windows, tail=True, special=True)
 
 
-def _llama_cpp(_: int | None, tokens: Tokenizing, windows: int | None) -> Windowing:
+def llama_perplexity(tokens: Tokenizing, windows: int | None, ctx: int = 512) -> Windowing:
+    """llama-perplexity's windows of `ctx` tokens, which must be even."""
     bos = "each" if tokens.begins_with_bos else "none"
-    return Windowing(512, 512, bos, windows, skip=256, predictive=True, special=True)
+    return Windowing(ctx, ctx, bos, windows, skip=ctx // 2, predictive=True, special=True)
+
+
+def _llama_cpp(_: int | None, tokens: Tokenizing, windows: int | None) -> Windowing:
+    return llama_perplexity(tokens, windows)
 
 
 PROTOCOLS: dict[str, Callable[[int | None, Tokenizing, int | None], Windowing]] = {

@@ -88,6 +88,7 @@ class Row(NamedTuple):
     kv: str | None = None  # how the KV cache is quantized
     linears: list[LinearResult] | None = None
     tasks: list[TaskResult] | None = None
+    inputs: str | None = None  # whose rounding of what matrices read was imitated
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,7 @@ COLUMNS: list[tuple[str, Callable[[Row], str]]] = [
     ("weights file, MB", lambda r: _megabytes(r.size.file_bytes)),
     ("bits/weight, linears / whole", lambda r: _bits(r.size)),
     ("KV cache", lambda r: r.kv or ""),
+    ("inputs", lambda r: r.inputs or ""),
     (
         "decode, tokens/s",
         _of_speed(lambda s: f"{s.decode:.1f} ({s.decode_min:.1f}-{s.decode_max:.1f})"),

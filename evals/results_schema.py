@@ -9,30 +9,9 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
-Schema = dict[str, Any]
-
-STRING: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "number"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-FLAG: Schema = {"type": "boolean"}
-
-
-def maybe(schema: Schema) -> Schema:
-    """The same or null: not measured, or not there."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def record(fields: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object with all of `fields`; more keys may stand beside them."""
-    return {
-        "type": "object",
-        "properties": {**fields, **(optional or {})},
-        "required": list(fields),
-    }
-
+from .bench.schema import BENCH
+from .schema_words import COUNT, FLAG, NUMBER, SHARE, STRING, Schema, maybe, record
 
 PERPLEXITY = record({
     "perplexity": maybe(NUMBER), "perplexity_stderr": maybe(NUMBER), "nll": NUMBER,
@@ -77,11 +56,13 @@ MADE = record(
     {"scheme": maybe(STRING), "peak_memory": maybe(COUNT), "cpu_seconds": maybe(NUMBER)},
 )
 ROW = record(
-    {"name": STRING, "path": STRING, "size": SIZE},
+    {"name": STRING, "path": STRING, "size": maybe(SIZE)},
     {
         "perplexity": maybe(PERPLEXITY), "divergence": maybe(DIVERGENCE), "speed": maybe(SPEED),
         "kv": maybe(STRING), "linears": maybe({"type": "array", "items": LINEAR}),
         "tasks": maybe({"type": "array", "items": TASK}), "made": maybe(MADE),
+        "bench": maybe(BENCH),
+        "inputs": maybe(STRING),
     },
 )  # fmt: skip
 WINDOWING = record({

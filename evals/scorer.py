@@ -4,12 +4,12 @@ The reference architecture runs, not our runtime, so a measured difference is qu
 A quantized checkpoint of a layout that lowbit reads gets its weights dequantized by our reader (the
 definition in kernels/affine.py) and the inputs of its linears fake-quantized where the checkpoint
 asks for that (kernels/activations.py), and needs no other package; every other one goes through
-transformers' loader for it.
+transformers' loader for it. A GGUF file's inputs can be rounded as llama.cpp rounds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from ..quantize.checkpoint.load import Checkpoint, read_config
 from ..quantize.spec import QuantSpec
 from ..runtime.kv_formats import resolve_kv
 from .kv_fake import FakeQuantizedKV
+from .llamacpp_inputs import InputHook, llamacpp_inputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INPUTS = ("exact", "llama.cpp")
 
 
 class TransformersScorer:
@@ -74,18 +76,25 @@ def load_scorer(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     kv: str = "auto",
+    inputs: str = "exact",
 ) -> TransformersScorer:
     """The model of a folder, ready to be measured.
 
     `dtype`: of weights and computation; "auto" is float32 on a CPU, else the model's own. `kv`: a
-    format of the KV cache by name, "auto" for what the checkpoint says, "model" for none. Raises
-    UserError when the folder is no causal LM, is damaged, or needs a package that is missing.
+    format of the KV cache by name, "auto" for what the checkpoint says, "model" for none.
+    `inputs`: "llama.cpp" rounds what a GGUF file's matrices read as llama.cpp does, see
+    llamacpp_inputs.py. Raises UserError when the folder is no causal LM, is damaged, or needs a
+    package that is missing.
     """
     folder, device = Path(folder), torch.device(device)
     torch_dtype = measuring_dtype(dtype, device, folder)
+    if inputs not in INPUTS:
+        raise UserError(f"inputs must be one of {', '.join(INPUTS)}, got '{inputs}'")
     rounds_inputs = False
-    if is_computed_here(folder):
-        model, rounds_inputs = _load_dequantized(folder, torch_dtype)
+    if inputs != INPUTS[0]:
+        model, rounds_inputs = _load_dequantized(folder, torch_dtype, llamacpp_inputs(folder))
+    elif is_computed_here(folder):
+        model, rounds_inputs = _load_dequantized(folder, torch_dtype, {})
     else:
         model = _load_by_transformers(folder, torch_dtype)
     model = model.to(device).eval()
@@ -131,11 +140,13 @@ def is_computed_here(folder: Path) -> bool:
     return True
 
 
-def _load_dequantized(folder: Path, dtype: torch.dtype) -> tuple[Any, bool]:
-    """The model, and whether linears of it see quantized inputs."""
+def _load_dequantized(
+    folder: Path, dtype: torch.dtype, hooks: Mapping[str, InputHook]
+) -> tuple[Any, bool]:
+    """The model, and whether linears of it see rounded inputs: those that `hooks`, by the module's
+    name in the checkpoint, round, and those whose scheme asks for it."""
     checkpoint = Checkpoint(folder)
-    config = load_config(folder)
-    del config.quantization_config
+    config = checkpoint.transformers_config()
     weights = {
         name: checkpoint.shards.get(name)
         for name in checkpoint.shards.names()
@@ -154,18 +165,22 @@ def _load_dequantized(folder: Path, dtype: torch.dtype) -> tuple[Any, bool]:
             None, config=config, state_dict=fused, dtype=dtype, output_loading_info=True
         ),
     )
-    return loaded, _quantize_inputs(loaded, checkpoint, weights)
+    quantizers = {
+        module: _input_quantizer(scheme.input_activations, checkpoint.input_scale(module))
+        for module, scheme in checkpoint.schemes.items()
+        if scheme.input_activations is not None
+    }
+    return loaded, _round_inputs(loaded, {**quantizers, **hooks}, weights)
 
 
-def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tensor]) -> bool:
-    """Let the linears of `model` whose scheme asks for it see fake-quantized inputs; whether any
-    does.
+def _round_inputs(
+    model: Any, hooks: Mapping[str, InputHook], weights: Mapping[str, Tensor]
+) -> bool:
+    """Let the linears of `model` that have one of `hooks` see rounded inputs; whether any does.
 
     weights: stored name -> value. Experts are taken apart, so that each of their linears is one.
     """
-    schemes = checkpoint.schemes.items()
-    quantizing = {m: s.input_activations for m, s in schemes if s.input_activations is not None}
-    if not quantizing:
+    if not hooks:
         return False
     split_experts(model)
     stored = {name: stored for stored, name in names_in_model(model, weights).items()}
@@ -174,16 +189,14 @@ def _quantize_inputs(model: Any, checkpoint: Checkpoint, weights: dict[str, Tens
             module, _, leaf = name.rpartition(".")
             value = weights[stored[name]].to(parameter.dtype)
             setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=False))
-    names = names_in_model(model, [f"{module}.weight" for module in quantizing])
-    for module, spec in quantizing.items():
+    names = names_in_model(model, [f"{module}.weight" for module in hooks])
+    for module, hook in hooks.items():
         linear = model.get_submodule(names[f"{module}.weight"].removesuffix(".weight"))
-        linear.register_forward_pre_hook(_input_quantizer(spec, checkpoint.input_scale(module)))
+        linear.register_forward_pre_hook(hook)
     return True
 
 
-def _input_quantizer(
-    spec: QuantSpec, scale: Tensor | None
-) -> Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+def _input_quantizer(spec: QuantSpec, scale: Tensor | None) -> InputHook:
     """A forward pre-hook that puts in place of the input what its quantized form is worth."""
 
     def quantize(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,8 +1,9 @@
 """Our GGUF files in the real llama.cpp: its logits and tokens against transformers' on our weights.
 
 llama.cpp rounds the input of every quantized matrix to 8-bit blocks, so the exact comparison gives
-transformers the same rounding (`round_inputs`), and llama.cpp float32 keys and values. Whatever is
-then left is the order of additions: a wrong name, row order, rope, epsilon or block shows at once.
+transformers the same rounding (evals/llamacpp_inputs.py), and llama.cpp float32 keys and values.
+Whatever is then left is the order of additions: a wrong name, row order, rope, epsilon or block
+shows at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 from lowbit.evals.llamacpp import LlamaCpp, available, generate
+from lowbit.evals.scorer import load_scorer
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.gguf.blocks.legacy import Q8_0
+from lowbit.quantize.gguf.as_folder import folder_of
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.to_hf import gguf_to_hf
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,16 +55,9 @@ def exported(source: Path, folder: Path, file_type: str) -> tuple[Path, Any]:
     return path, AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
 
 
-def round_inputs(model: Any) -> None:
-    """Give every linear the 8-bit blocks that llama.cpp makes of its input."""
-
-    def rounded(_: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        rows = args[0].reshape(-1, args[0].shape[-1])
-        return (Q8_0.decode(Q8_0.encode(rows)).view(args[0].shape),)
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(rounded)
+def rounding(path: Path, folder: Path) -> Any:
+    """The float32 transformers model of a file's weights, its inputs rounded as llama.cpp's."""
+    return load_scorer(folder_of(path, lambda line: None, folder), inputs="llama.cpp").model
 
 
 def largest_difference(llama_cpp: LlamaCpp, model: Any, ids: list[int]) -> float:
@@ -103,8 +98,8 @@ def test_exact_weights_give_exact_logits(stories: Path, tmp_path: Path, rope: st
 def test_blocks_mean_in_llama_cpp_what_they_mean_here(
     stories: Path, tmp_path: Path, file_type: str
 ) -> None:
-    path, model = exported(stories, tmp_path, file_type)
-    round_inputs(model)
+    path, _ = exported(stories, tmp_path, file_type)
+    model = rounding(path, tmp_path)
     llama_cpp = LlamaCpp(path, 128, threads=1, precise=True)
     ids = story_ids(stories, 40)
     differences = [largest_difference(llama_cpp, model, ids[:n]) for n in (1, 2, 3, 4, 5)]
@@ -117,7 +112,10 @@ def test_blocks_mean_in_llama_cpp_what_they_mean_here(
 def test_half_precision_files(stories: Path, tmp_path: Path, file_type: str) -> None:
     path, model = exported(stories, tmp_path, file_type)
     llama_cpp = LlamaCpp(path, 128, threads=1, precise=True)
-    assert largest_difference(llama_cpp, model, story_ids(stories, 40)) < 0.05
+    ids = story_ids(stories, 40)
+    assert largest_difference(llama_cpp, model, ids) < 0.05
+    rounded = rounding(path, tmp_path)
+    assert min(largest_difference(llama_cpp, rounded, ids[:n]) for n in (1, 2, 3, 4, 5)) < 1e-4
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -136,8 +134,8 @@ def test_same_32_greedy_tokens_in_q8_0(stories: Path, tmp_path: Path, prompt: st
 def test_repacked_checkpoint_runs(stories: Path, tmp_path: Path) -> None:
     """W4A16 in groups of 32 as Q4_0: llama.cpp computes with the checkpoint's own weights."""
     quantized = quantize_folder(stories, tmp_path / "w4", "W4A16", 32)
-    path, model = exported(quantized, tmp_path, "Q4_0")
-    round_inputs(model)
+    path, _ = exported(quantized, tmp_path, "Q4_0")
+    model = rounding(path, tmp_path)
     llama_cpp = LlamaCpp(path, 128, threads=1, precise=True)
     ids = story_ids(stories, 5)
     assert min(largest_difference(llama_cpp, model, ids[:n]) for n in range(1, 6)) < 1e-3

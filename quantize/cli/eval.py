@@ -68,6 +68,12 @@ def evaluate(
             " (docs/methods.md), model: none, auto: as the checkpoint says."
         ),
     ] = "auto",
+    inputs: Annotated[
+        str,
+        typer.Option(
+            help="What a GGUF file's matrices read: exact; llama.cpp: rounded as it does on CPUs."
+        ),
+    ] = "exact",
     tasks: Annotated[
         list[Path] | None,
         typer.Option(help="Also multiple-choice questions: FILE.jsonl (repeat), docs/evals.md."),
@@ -122,6 +128,7 @@ def evaluate(
         protocol=protocol,
         noise_floor=noise_floor,
         tasks=asked,
+        inputs=inputs,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
