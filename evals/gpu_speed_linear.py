@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from ..kernels.activations import ActivationFormat
 from ..kernels.elements import E4M3, int_elements
-from ..kernels.linear_ops import LinearOperands, LinearProblem, choose_linear
+from ..kernels.linear_ops import LinearProblem, choose_linear
+from .gpu_operands import packed_bytes, random_operands
 from .gpu_speed import Ceilings, Speed
 from .gpu_timer import copies_needed, seconds
 
@@ -46,7 +47,7 @@ def speeds(ceilings: Ceilings) -> Iterator[Speed]:
 
 
 def _layer(scheme: str, name: str, p: LinearProblem, tokens: tuple[int, ...]) -> Iterator[Speed]:
-    weights = [_operands(p) for _ in range(copies_needed(_packed_bytes(p)))]
+    weights = [random_operands(p) for _ in range(copies_needed(packed_bytes(p)))]
     kernel = choose_linear(p).candidate
     packed = [kernel.pack(w, p) for w in weights]
     dense_bytes = 2 * p.out_features * p.in_features
@@ -71,16 +72,3 @@ def _bar(scheme: str, rows: int) -> float:
     if scheme == "W4A16":
         return 3.0 if rows <= 16 else 2.0 if rows <= 32 else 1.0
     return 1.6 if rows >= 1024 else 0.0
-
-
-def _packed_bytes(p: LinearProblem) -> int:
-    return p.out_features * p.in_features * p.num_bits // 8
-
-
-def _operands(p: LinearProblem) -> LinearOperands:
-    shape, half = (p.out_features, p.in_features), 1 << (p.num_bits - 1)
-    codes = torch.randint(-half, half, shape, dtype=torch.int8, device="cuda")
-    if p.kind == "float":
-        codes = codes.to(torch.float8_e4m3fn)
-    groups = -(-p.in_features // p.group_size)
-    return LinearOperands(codes, torch.rand(p.out_features, groups, device="cuda") * 0.01)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .a8_layout import A8Weight, pack_halves
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 from .triton_ops.shim import decline_triton
+from .triton_ops.tiles import GemmConfig
 
 GROUP = 128
 
@@ -75,19 +76,42 @@ def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
     from .a8_forms import a8_config, pinned_config
+    from .tuned import tuned_choice
+
+    rows, shape = x.numel() // problem.in_features, tile_question(problem, x.device)
+    tuned = tuned_choice(A8.name, problem, rows, x.device)
+    if problem.batch_invariant:
+        config = pinned_config(*shape)
+    elif tuned is not None and tuned.config is not None:
+        config = tuned.config
+    else:
+        config = a8_config(rows, *shape)
+    return run_a8(x, tensors, bias, problem, config)
+
+
+def tile_question(problem: LinearProblem, device: torch.device) -> tuple[int, int, bool, int | str]:
+    """What tiles are chosen by beside the number of tokens, as `a8_forms` takes it."""
     from .a8_layout import TILE
+    from .triton_ops.launch import launch_arch
+
+    tiles = -(-problem.in_features // TILE)
+    return problem.out_features, tiles, problem.kind == "float", launch_arch(device)
+
+
+def run_a8(
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
+    bias: Tensor | None,
+    problem: LinearProblem,
+    config: GemmConfig,
+) -> Tensor:
+    """y [..., out] of x [..., in], quantized here, with tiles of `config`."""
     from .triton_ops.a8_gemm import a8_gemm
     from .triton_ops.act_quant import act_quant
-    from .triton_ops.launch import launch_arch
 
     weight, static = A8Weight(*tensors[:3]), tensors[3] if len(tensors) > 3 else None
     assert problem.activation is not None
-    rows = x.reshape(-1, problem.in_features)
-    codes, scales = act_quant(rows, problem.activation, static)
-    floats, tiles = problem.kind == "float", -(-problem.in_features // TILE)
-    shape = problem.out_features, tiles, floats, launch_arch(x.device)
-    pinned = problem.batch_invariant
-    config = pinned_config(*shape) if pinned else a8_config(len(rows), *shape)
+    codes, scales = act_quant(x.reshape(-1, problem.in_features), problem.activation, static)
     y = a8_gemm(codes, scales, weight, bias, _group_size(problem), x.dtype, config)
     return y.view(*x.shape[:-1], problem.out_features)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 from .triton_ops.shim import decline_triton
+from .triton_ops.tiles import GemmConfig
 from .wna16_layout import (
     PLANE_WIDTHS,
     PackedWeight,
@@ -68,20 +69,45 @@ def pack_wna16(operands: LinearOperands, problem: LinearProblem) -> PackedWeight
 def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
-    from .triton_ops.launch import launch_arch
-    from .triton_ops.wna16_gemm import wna16_gemm
+    from .tuned import tuned_choice
     from .wna16_forms import FUSED_ROWS, pinned_config, wna16_config
+
+    rows, shape = x.numel() // problem.in_features, tile_question(problem, x.device)
+    tuned = tuned_choice(WNA16.name, problem, rows, x.device)
+    if problem.batch_invariant:
+        config = pinned_config(*shape)
+    elif tuned is not None:
+        config = tuned.config
+    else:
+        config = wna16_config(rows, *shape) if rows <= FUSED_ROWS else None
+    return run_wna16(x, tensors, bias, problem, config)
+
+
+def tile_question(problem: LinearProblem, device: torch.device) -> tuple[int, int, int, int | str]:
+    """What tiles are chosen by beside the number of tokens, as `wna16_forms` takes it."""
+    from .triton_ops.launch import launch_arch
+
+    tiles = -(-problem.in_features // tile_columns(problem.num_bits))
+    return problem.out_features, tiles, problem.num_bits, launch_arch(device)
+
+
+def run_wna16(
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
+    bias: Tensor | None,
+    problem: LinearProblem,
+    config: GemmConfig | None,
+) -> Tensor:
+    """y [..., out] of x [..., in] with tiles of `config`; None: dequantized for a dense product."""
+    from .triton_ops.wna16_gemm import wna16_gemm
 
     weight = PackedWeight(*tensors)
     fmt = WNA16Format(problem.num_bits, group_size(problem), not problem.symmetric)
     rows = x.reshape(-1, problem.in_features)
-    shape = problem.out_features, len(weight.words), problem.num_bits, launch_arch(x.device)
-    if problem.batch_invariant:
-        y = wna16_gemm(rows, weight, bias, fmt, pinned_config(*shape))
-    elif len(rows) <= FUSED_ROWS:
-        y = wna16_gemm(rows, weight, bias, fmt, wna16_config(len(rows), *shape))
-    else:
+    if config is None:
         y = _dense(rows, weight, bias, fmt)
+    else:
+        y = wna16_gemm(rows, weight, bias, fmt, config)
     return y.view(*x.shape[:-1], problem.out_features)
 
 

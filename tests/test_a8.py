@@ -11,14 +11,15 @@ from lowbit.kernels.elements import E4M3, int_elements
 from lowbit.kernels.linear_a8 import A8, pack_a8
 from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, choose_linear, linear_reference
 from lowbit.kernels.norm_ops import gated_mul_reference, rms_norm_reference
-from lowbit.kernels.triton_ops.a8_gemm import A8Config, a8_gemm
+from lowbit.kernels.triton_ops.a8_gemm import a8_gemm
 from lowbit.kernels.triton_ops.act_quant import act_quant, rms_norm_quant, silu_mul_quant
+from lowbit.kernels.triton_ops.tiles import GemmConfig
 
 INT8, FP8 = ActivationFormat(int_elements(8)), ActivationFormat(E4M3)
 FP8_BLOCK = ActivationFormat(E4M3, 128)
 STATIC = ActivationFormat(int_elements(8), static=True)
 FORMATS = {"int8": INT8, "fp8": FP8, "fp8 block": FP8_BLOCK, "int8 static": STATIC}
-CONFIG = A8Config(16, BLOCK_N, 2, 4, 2)
+CONFIG = GemmConfig(16, BLOCK_N, 2, 4, 2)
 
 
 def numbers(*shape: int, device, dtype=torch.float16, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, linear_reference
 from lowbit.kernels.linear_wna16 import WNA16, pack_wna16
-from lowbit.kernels.triton_ops.wna16_gemm import WNA16Config, wna16_dequantize, wna16_gemm
+from lowbit.kernels.triton_ops.tiles import GemmConfig
+from lowbit.kernels.triton_ops.wna16_gemm import wna16_dequantize, wna16_gemm
 from lowbit.kernels.wna16_forms import BLOCK_N, pinned_config, wna16_config
 from lowbit.kernels.wna16_layout import (
     WNA16Format,
@@ -19,7 +20,7 @@ from lowbit.kernels.wna16_layout import (
     unpack_words,
 )
 
-CONFIG = WNA16Config(16, BLOCK_N, 3, 4, 2)
+CONFIG = GemmConfig(16, BLOCK_N, 3, 4, 2)
 
 
 def problem(**changes) -> LinearProblem:

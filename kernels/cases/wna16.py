@@ -9,7 +9,8 @@ import torch
 
 from ..linear_ops import LinearOperands, LinearProblem, linear_reference
 from ..triton_ops.launch import launch_arch
-from ..triton_ops.wna16_gemm import LOCK_ROWS, WNA16Config, wna16_dequantize, wna16_gemm
+from ..triton_ops.tiles import GemmConfig
+from ..triton_ops.wna16_gemm import LOCK_ROWS, wna16_dequantize, wna16_gemm
 from ..wna16_forms import BLOCK_N, wna16_config
 from ..wna16_layout import (
     RUN,
@@ -30,7 +31,7 @@ class _Shape(NamedTuple):
     out_features: int
     in_features: int
 
-    def config(self, arch: int | str) -> WNA16Config:
+    def config(self, arch: int | str) -> GemmConfig:
         bits = self.fmt.num_bits
         tiles = -(-self.in_features // tile_columns(bits))
         return wna16_config(self.rows, self.out_features, tiles, bits, arch)

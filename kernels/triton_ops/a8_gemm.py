@@ -15,8 +15,6 @@ Weights are the tile's rows, as in `wna16_gemm`, and the parts of K are fixed in
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -25,21 +23,12 @@ from .checks import check_tensor
 from .device_math import dot, put_part, sum_parts
 from .launch import Warps, launch, launch_backend
 from .shim import constexpr_function, jit, tl
+from .tiles import GemmConfig
 
 OP = "a8_gemm"
 LOCK_ROWS = 64
 MAX_COLUMNS = 1 << 16
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class A8Config(NamedTuple):
-    """Tile sizes. block_m: tokens, 16 or more; block_n: rows of the weight; split_k: parts of K."""
-
-    block_m: int
-    block_n: int
-    split_k: int
-    num_warps: int
-    num_stages: int
 
 
 @constexpr_function
@@ -166,7 +155,7 @@ def a8_gemm(
     bias: Tensor | None,
     group_size: int,
     dtype: torch.dtype,
-    config: A8Config,
+    config: GemmConfig,
 ) -> Tensor:
     """y [M, N] in `dtype`; see the module. ValueError, naming the tensor, when one does not fit."""
     check_tensor(OP, "x", x, (None, None), (torch.int8, torch.float8_e4m3fn))

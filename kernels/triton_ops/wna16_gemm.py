@@ -20,8 +20,6 @@ the same bits whatever else is in the batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -37,22 +35,13 @@ from .checks import check_tensor
 from .device_math import dot, put_part, sum_parts
 from .launch import Warps, launch, launch_backend
 from .shim import jit, tl
+from .tiles import GemmConfig
 from .unpack import magic_zero, unpack, unpack_3
 
 OP = "wna16_gemm"
 LOCK_ROWS = 64
 """Tiles of tokens that a weight has locks for: more rows run in several launches."""
 DEQUANTIZE_ROWS = 64
-
-
-class WNA16Config(NamedTuple):
-    """Tile sizes. block_m: tokens, 16 or more; block_n: rows of the weight; split_k: parts of K."""
-
-    block_m: int
-    block_n: int
-    split_k: int
-    num_warps: int
-    num_stages: int
 
 
 @jit
@@ -237,7 +226,7 @@ def wna16_dequantize_kernel(
 
 
 def wna16_gemm(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, fmt: WNA16Format, config: WNA16Config
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, fmt: WNA16Format, config: GemmConfig
 ) -> Tensor:
     """y [M, N]; see the module. ValueError, naming the tensor, when one does not fit."""
     check_tensor(OP, "x", x, (None, None), (torch.float16, torch.bfloat16))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .bench import bench
 from .chat import chat
 from .compare import compare
 from .convert import convert
@@ -22,6 +23,8 @@ from .inspect import inspect
 from .plan import plan
 from .report import report
 from .run import run
+from .serve import serve
+from .tune import tune
 from .verify import verify
 
 
@@ -59,13 +62,16 @@ app.command()(inspect)
 app.command()(verify)
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command("eval")(evaluate)
 app.command()(compare)
+app.command()(bench)
 app.command()(report)
 app.command()(convert)
 app.command()(imatrix)
 app.command()(export)
 app.command()(doctor)
+app.command()(tune)
 
 
 def _print_version(asked: bool) -> None:
