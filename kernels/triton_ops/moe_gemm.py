@@ -1,7 +1,6 @@
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 """Grouped products with packed weights: pairs of token and expert, sorted by expert, a tile of them
-with their expert's weight. kernels/moe_ops.py says what is computed; a tile of a weight is taken
-apart as in wna16_gemm.py.
+with their expert's weight (wna16_tile.py). kernels/moe_ops.py says what is computed.
 
 Sorting is a few torch operations without a look at the counts: there is room for one cut tile for
 each expert, and tiles that stay empty return at once. A row's bits depend on its token alone.
@@ -17,10 +16,9 @@ from torch import Tensor
 from ..moe_ops import pair_rows
 from ..wna16_layout import RUN, WNA16Format, decline_groups, tile_columns, tile_planes
 from .checks import check_tensor
-from .device_math import dot
 from .launch import Warps, launch, launch_backend
 from .shim import jit, tl
-from .wna16_gemm import group_row, group_values, load_planes, tile_codes
+from .wna16_tile import group_values, multiply_tile
 
 OP = "moe_gemm"
 
@@ -74,8 +72,6 @@ def moe_kernel(
 ):  # fmt: skip
     """Grid: blocks of the weight's rows, tiles of pairs. SHARED: pairs that share a row of x."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = TILE // GROUP if GROUP > 0 and GROUP < TILE else 1
-    SLOTS: tl.constexpr = TILE // (32 * GROUPS)
     pair = tl.load(pair_ptr + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))
     on_m = pair >= 0
     if tl.max(pair, 0) < 0:
@@ -92,25 +88,10 @@ def moe_kernel(
     row_scale, row_zero = group_values(scale_ptr + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in range(0, tiles):
-        words, second, bits = load_planes(word_at + tile * words_in_tile, N * 32, on_n, BITS)
-        for g in tl.static_range(GROUPS):
-            if GROUP == 0:
-                scale, zero, total = row_scale, row_zero, acc
-            else:
-                row = group_row(tile, g, GROUP, TILE)
-                scale, zero = group_values(
-                    scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N
-                )
-                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for j in tl.static_range(SLOTS):
-                column = tile * TILE + (g * SLOTS + j) * 32
-                on_x = on_m[:, None]
-                if not WHOLE_TILES:
-                    on_x = on_x & (column + i[None, :] < K)
-                x = tl.load(x_at + column, mask=on_x, other=0.0)
-                codes = tile_codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
-                total = dot(codes, tl.trans(x), total)
-            acc = total if GROUP == 0 else acc + total * scale[:, None]
+        acc = multiply_tile(
+            acc, tile, x_at, word_at + tile * words_in_tile, scale_ptr + n, row_zero, on_m, on_n, N,
+            K, BITS, TILE, GROUP, ASYMMETRIC, WHOLE_TILES, ASM, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     if GROUP == 0:
         acc *= row_scale[:, None]
     out = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]

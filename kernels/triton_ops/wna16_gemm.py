@@ -32,71 +32,16 @@ from ..wna16_layout import (
     tile_planes,
 )
 from .checks import check_tensor
-from .device_math import dot, put_part, sum_parts
+from .device_math import put_part, sum_parts
 from .launch import Warps, launch, launch_backend
 from .shim import jit, tl
 from .tiles import GemmConfig
-from .unpack import magic_zero, unpack, unpack_3
+from .wna16_tile import group_row, group_values, load_planes, multiply_tile, tile_codes
 
 OP = "wna16_gemm"
 LOCK_ROWS = 64
 """Tiles of tokens that a weight has locks for: more rows run in several launches."""
 DEQUANTIZE_ROWS = 64
-
-
-@jit
-def tile_codes(
-    words, second, bits, zero, SLOT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
-):
-    """Codes less zero of the SLOT-th run of 32 columns of a tile, from its planes."""
-    if BITS == 8:
-        codes = unpack(words if SLOT < 2 else second, zero, 8, 8 * (SLOT % 2), ASM)
-    elif BITS != 3:
-        codes = unpack(words, zero, BITS, BITS * SLOT, ASM)
-    elif SLOT < 8:
-        codes = unpack_3(words, bits, zero, 2 * SLOT, SLOT, ASM)
-    else:
-        codes = unpack_3(second, bits, zero, 2 * (SLOT - 8), SLOT, ASM)
-    return codes
-
-
-@jit
-def load_planes(at, stride, on_n, BITS: tl.constexpr):
-    """The planes of a tile's rows, each [BLOCK_N, 32]; what there is not is the first again."""
-    words = tl.load(at, mask=on_n[:, None], other=0)
-    second, bits = words, words
-    if BITS == 3 or BITS == 8:
-        second = tl.load(at + stride, mask=on_n[:, None], other=0)
-    if BITS == 3:
-        bits = tl.load(at + 2 * stride, mask=on_n[:, None], other=0)
-    return words, second, bits
-
-
-@jit
-def group_row(tile, g, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """The row of scales for the g-th group of a tile."""
-    if GROUP == 0:
-        row = 0
-    elif GROUP < TILE:
-        row = tile * (TILE // GROUP) + g
-    else:
-        row = tile // (GROUP // TILE)
-    return row
-
-
-@jit
-def group_values(
-    at, on_n, DTYPE: tl.constexpr, BITS: tl.constexpr, ASYMMETRIC: tl.constexpr, N: tl.constexpr
-):
-    """Scales float32 [N] at packed scales `at`, and what `unpack` takes away, [N, 32] in DTYPE."""
-    packed = tl.load(at, mask=on_n, other=0)
-    if ASYMMETRIC:
-        scale = (packed & -256).to(tl.float32, bitcast=True)
-        zero = magic_zero(packed & 255, DTYPE, BITS)
-    else:
-        scale = packed.to(tl.float32, bitcast=True)
-        zero = magic_zero(tl.full((N,), 1 << (BITS - 1), tl.int32), DTYPE, BITS)
-    return scale, tl.broadcast_to(zero[:, None], (N, 32))
 
 
 @jit
@@ -127,8 +72,6 @@ def wna16_kernel(
     STAGES: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    GROUPS: tl.constexpr = TILE // GROUP if GROUP > 0 and GROUP < TILE else 1
-    SLOTS: tl.constexpr = TILE // (32 * GROUPS)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -140,33 +83,17 @@ def wna16_kernel(
     words_in_tile = tl.cast(N, tl.int64) * (PLANES * 32)
 
     # one scale a row: its zero-point is read here, and it multiplies the whole sum at the end
-    row_scale, row_zero = group_values(
+    _, row_zero = group_values(
         scale_ptr + n, on_n & (GROUP == 0 and ASYMMETRIC), DTYPE, BITS, ASYMMETRIC, BLOCK_N
     )
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in tl.range(
         part * per_part, tl.minimum((part + 1) * per_part, tiles), num_stages=STAGES
     ):
-        plane = word_at + tile * words_in_tile
-        words, second, bits = load_planes(plane, N * 32, on_n, BITS)
-        for g in tl.static_range(GROUPS):
-            if GROUP == 0:
-                scale, zero, total = row_scale, row_zero, acc
-            else:
-                row = group_row(tile, g, GROUP, TILE)
-                scale, zero = group_values(
-                    scale_ptr + row * N + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N
-                )
-                total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for j in tl.static_range(SLOTS):
-                column = tile * TILE + (g * SLOTS + j) * 32
-                on_x = on_m[:, None]
-                if not WHOLE_TILES:
-                    on_x = on_x & (column + i[None, :] < K)
-                x = tl.load(x_at + column, mask=on_x, other=0.0)
-                codes = tile_codes(words, second, bits, zero, g * SLOTS + j, BITS, ASM)
-                total = dot(codes, tl.trans(x), total)
-            acc = total if GROUP == 0 else acc + total * scale[:, None]
+        acc = multiply_tile(
+            acc, tile, x_at, word_at + tile * words_in_tile, scale_ptr + n, row_zero, on_m, on_n, N,
+            K, BITS, TILE, GROUP, ASYMMETRIC, WHOLE_TILES, ASM, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
     on = on_n[:, None] & on_m[None, :]
     if SPLIT_K > 1:
