@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,3 +78,23 @@ def test_the_table_shows_every_row():
 
 def test_operands_together_exceed_the_cache():
     assert copies_needed(8 << 20) == 32 and copies_needed(1 << 40) == 2 and copies_needed(1) == 64
+
+
+def test_each_kind_of_speed_gets_its_share_of_the_time(monkeypatch, capsys):
+    """A kind that would take for ever leaves the next one its half."""
+    now = 0.0
+
+    def speeds(what: str):
+        nonlocal now
+        while True:
+            now += 1.0
+            yield Speed(what, 1, "wna16", 1e-5, 4e-5, 1, 1, 0.0, 0.0)
+
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now)
+    monkeypatch.setattr(
+        gpu_check.importlib, "import_module",
+        lambda name, package: SimpleNamespace(speeds=lambda ceilings: speeds(name)),
+    )  # fmt: skip
+    found = [speed.what for speed in gpu_check._measure(CEILINGS, 20.0)]
+    assert [found.count(f".{name}") for name in gpu_check.SPEEDS] == [11, 10]
+    assert capsys.readouterr().err.count("out of time") == 2
