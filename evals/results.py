@@ -46,6 +46,7 @@ def check_results(value: Any, where: str | Path) -> None:
     file of this version; `where`: its path, for the message."""
     require_extra()
     from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
 
     from .results_schema import SCHEMA
 
@@ -59,10 +60,10 @@ def check_results(value: Any, where: str | Path) -> None:
             f"{where} is a results file of version {value.get('version')!r}; this lowbit reads "
             f"version {VERSION}: measure again, or use the lowbit that wrote it"
         )
-    faults = sorted(Draft202012Validator(SCHEMA).iter_errors(value), key=lambda f: len(f.path))
-    if faults:
-        place = "/".join(map(str, faults[0].absolute_path)) or "the whole"
-        raise UserError(f"{where} is no valid results file: at {place}: {faults[0].message[:200]}")
+    fault = best_match(Draft202012Validator(SCHEMA).iter_errors(value))
+    if fault is not None:
+        place = "/".join(map(str, fault.absolute_path)) or "the whole"
+        raise UserError(f"{where} is no valid results file: at {place}: {fault.message[:200]}")
     if not all(math.isfinite(number) for number in numbers_of(value)):
         raise UserError(f"{where} is no valid results file: it holds NaN or an infinite number")
 

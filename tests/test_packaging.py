@@ -25,7 +25,9 @@ else:
 ROOT = Path(__file__).parents[1]
 FIVE = ("quantize", "kernels", "calib", "runtime", "evals")
 IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the distribution's
-IN_FUNCTIONS = {"matplotlib": "evals", "jsonschema": "evals"}  # of the extra, in its folder alone
+# of the extra, in its folder alone
+IN_THE_SERVER = ("fastapi", "starlette", "pydantic", "prometheus_client", "uvicorn")
+IN_FUNCTIONS = {"matplotlib": "evals", "jsonschema": "evals", "httpx2": "evals"}
 ARRIVES_WITH = {"huggingface_hub": "transformers", "tokenizers": "transformers", "jinja2": "torch"}
 
 
@@ -137,6 +139,8 @@ def test_every_import_is_of_a_core_dependency(core: dict[str, Requirement]) -> N
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 modules = [node.module or ""]
             for top in (module.partition(".")[0] for module in modules):
+                if path.parts[:2] == ("runtime", "server") and top in IN_THE_SERVER:
+                    continue
                 if IN_FUNCTIONS.get(top) == path.parts[0] and node.col_offset:
                     continue
                 assert top in known or top in sys.stdlib_module_names, f"{path} imports {top}"
@@ -146,6 +150,8 @@ def test_what_functions_import_is_of_the_extra(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
     for name, extra in IN_FUNCTIONS.items():
         assert name in _by_name(extras[extra])
+    serve = {*_by_name(extras["serve"]), "starlette"}  # which fastapi brings
+    assert {canonicalize_name(name) for name in IN_THE_SERVER} <= serve
 
 
 @pytest.mark.parametrize("name", ARRIVES_WITH)

@@ -9,6 +9,13 @@ from typing import Any
 
 import pytest
 from lowbit.evals import results_schema
+from lowbit.evals.bench import schema as bench_schema
+from lowbit.evals.bench.checks import Check
+from lowbit.evals.bench.latency import SLO, Spread
+from lowbit.evals.bench.memory import MemorySplit
+from lowbit.evals.bench.roofline import Ceilings, Phase
+from lowbit.evals.bench.served import Cell, QuantileSpreads, Ratio, Served
+from lowbit.evals.bench.session import Bench, Roofline
 from lowbit.evals.divergence import ConfidenceBucket, Divergence
 from lowbit.evals.linears import LinearResult
 from lowbit.evals.perplexity import Perplexity
@@ -40,7 +47,12 @@ def test_the_published_schema_is_the_one_in_use() -> None:
         (DecodeSpeed, results_schema.SPEED), (LinearResult, results_schema.LINEAR),
         (TaskResult, results_schema.TASK), (Paired, results_schema.PAIRED),
         (Windowing, results_schema.WINDOWING), (Protocol, results_schema.PROTOCOL),
-        (Environment, results_schema.ENVIRONMENT),
+        (Environment, results_schema.ENVIRONMENT), (Served, bench_schema.SERVED),
+        (QuantileSpreads, bench_schema.QUANTILES), (Spread, bench_schema.SPREAD),
+        (Ratio, bench_schema.RATIO), (Cell, bench_schema.CELL), (Check, bench_schema.CHECK),
+        (MemorySplit, bench_schema.MEMORY), (Ceilings, bench_schema.CEILINGS),
+        (Phase, bench_schema.PHASE), (Roofline, bench_schema.ROOFLINE), (SLO, bench_schema.SLO),
+        (Bench, bench_schema.BENCH),
     ],
 )  # fmt: skip
 def test_the_schema_names_every_field(kind: Any, schema: dict[str, Any]) -> None:
@@ -51,7 +63,7 @@ def test_the_schema_names_every_field(kind: Any, schema: dict[str, Any]) -> None
 def test_a_row_of_the_schema_is_a_row() -> None:
     known = set(results_schema.ROW["properties"])
     assert set(Row._fields) <= known
-    assert known - set(Row._fields) <= {"made"}, "what others than eval write"
+    assert known - set(Row._fields) <= {"made", "bench"}, "what others than eval write"
 
 
 def test_a_report_is_a_results_file_and_is_read_back(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Serving measured: loads, targets, latencies, comparisons, memory and the roofline."""
