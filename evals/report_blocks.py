@@ -149,7 +149,7 @@ COLUMNS: list[tuple[str, Callable[[Json], Cell | None]]] = [
     ("top-1", _at("divergence", "top1", ".2%")),
     ("top-5", _at("divergence", "top5_overlap", ".2%")),
     ("RMS of probabilities", _at("divergence", "probability_rms", ".2%")),
-    ("file, MB", lambda row: number(row["size"]["file_bytes"], ".1f", 1e-6)),
+    ("file, MB", lambda row: row["size"] and number(row["size"]["file_bytes"], ".1f", 1e-6)),
     ("bits/weight", _at("size", "bits_per_weight", ".2f")),
     ("of linears", _at("size", "quantized_bits_per_weight", ".2f")),
     ("smaller", _at("against_base", "smaller", ".2f")),

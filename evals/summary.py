@@ -34,15 +34,15 @@ def summarize(files: Sequence[tuple[str, Json]]) -> Json:
     made: dict[str, Json] = {}
     for name, results in files:
         if results["protocol"] is None:
-            made.update({row["path"]: {**row, "source": name} for row in results["rows"]})
+            for row in results["rows"]:
+                _merge(made.setdefault(row["path"], {"source": name}), row)
             continue
         group = groups.setdefault(_comparable(results), _group(results))
         group["noise_floor"] = group["noise_floor"] or results.get("noise_floor")
         _add(group["rows"], results, name)
     measured = [row for group in groups.values() for row in group["rows"]]
     for row in measured:
-        for key, value in made.get(row["path"], {}).items():
-            row[key] = row.get(key) or value
+        _merge(row, made.get(row["path"], {}))
     found = list(groups.values())
     rest = [row for path, row in made.items() if path not in {r["path"] for r in measured}]
     if rest:
@@ -54,6 +54,12 @@ def summarize(files: Sequence[tuple[str, Json]]) -> Json:
         {"file": name, "producer": r["producer"], "created": r["created"]} for name, r in files
     ]
     return {**header("report"), "format": FORMAT, "sources": sources, "groups": found}
+
+
+def _merge(row: Json, other: Json) -> None:
+    """Give `row` what it lacks and `other`, of the same checkpoint, has."""
+    for key, value in other.items():
+        row[key] = row.get(key) or value
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -112,7 +118,7 @@ def _derive(group: Json) -> None:
     rows = group["rows"]
     for row in rows:
         row.setdefault("is_base", False)
-    rows.sort(key=lambda r: (not r["is_base"], -r["size"]["file_bytes"]))
+    rows.sort(key=lambda r: (not r["is_base"], -(r["size"] or {}).get("file_bytes", 0)))
     _label(rows)
     base = rows[0] if rows and rows[0]["is_base"] else None
     floor = group["noise_floor"]
@@ -121,10 +127,19 @@ def _derive(group: Json) -> None:
         kld = (row.get("divergence") or {}).get("kld_mean")
         row["verdict"] = None if kld is None else grade(kld, floor and floor["kld_mean"])
         row["layers"] = layer_means(row.get("linears") or [])
+        row["throughput"] = best_throughput(row.get("bench"))
     group["pareto"] = {
         "size": _front(rows, lambda r: r["size"]["file_bytes"]),
         "speed": _front(rows, lambda r: -r["speed"]["decode"] if r.get("speed") else None),
+        "throughput": _front(rows, lambda r: -r["throughput"] if r["throughput"] else None),
     }
+
+
+def best_throughput(bench: Json | None) -> float | None:
+    """Output tokens a second under the load where there were most; None where none was measured."""
+    loads = [] if bench is None else bench["loads"]
+    rates = [r["median"] for load in loads if (r := load["output_tokens_per_second"]) is not None]
+    return max(rates, default=None)
 
 
 def _label(rows: list[Json]) -> None:
