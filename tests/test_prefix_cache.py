@@ -10,11 +10,12 @@ from array import array
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from lowbit.runtime.scheduling.block_allocator import BlockAllocator
 from lowbit.runtime.scheduling.block_manager import BlockManager
 from lowbit.runtime.scheduling.block_table import BlockTable
 from lowbit.runtime.scheduling.config import KVKind
 from lowbit.runtime.scheduling.integrity import check_blocks
-from lowbit.runtime.scheduling.prefix_cache import Node
+from lowbit.runtime.scheduling.prefix_cache import Node, PrefixCache
 
 from .test_block_manager import Counted, run_machine
 
@@ -169,3 +170,32 @@ def test_the_prefix_cache_is_the_plain_model() -> None:
 @pytest.mark.timeout(3600)
 def test_the_prefix_cache_is_the_plain_model_for_100_000_operations() -> None:
     assert run_machine(Prefixes, 2700, 50) > 100_000
+
+
+def windowed(*blocks: tuple[int, int]) -> tuple[PrefixCache, list[Node]]:
+    """A cache for windows of 2 and 9 whose only path has nodes of these blocks, 0 where none is
+    left, for the tokens 0, 1, 2, ..."""
+    cache = PrefixCache([BlockAllocator(9), BlockAllocator(9)], [2, 9], SIZE)
+    node, nodes = cache.root, []
+    for i, held in enumerate(blocks):
+        for allocator, block in zip(cache._allocators, held, strict=True):
+            allocator.refs[block] = int(block > 0)
+        key = array("i", range(SIZE * i, SIZE * i + SIZE)).tobytes()
+        nodes.append(node := cache.insert(node, key, list(held)))
+    return cache, nodes
+
+
+def test_what_one_window_leaves_of_a_path_is_looked_at_by_the_others_again() -> None:
+    """The wide window can go on after three blocks, where the narrow one lacks its last."""
+    tokens = array("i", range(9))
+    cache, nodes = windowed((1, 1), (2, 2), (0, 3), (4, 0))
+    assert cache.match(cache.root, tokens, 0, 9) == nodes[:2]
+    cache, nodes = windowed((1, 1), (2, 2), (0, 3), (4, 4))
+    assert cache.match(cache.root, tokens, 0, 9) == nodes
+
+
+def test_nodes_without_blocks_go_with_the_last_one_behind_them() -> None:
+    cache, nodes = windowed((1, 1), (0, 0), (0, 0), (4, 4))
+    cache.forget(nodes[3])
+    assert list(cache.nodes()) == nodes[:1] and cache.num_nodes == 1
+    assert [node.alive for node in nodes] == [True, False, False, False]

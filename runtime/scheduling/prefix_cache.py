@@ -60,8 +60,11 @@ class PrefixCache:
                 break
             path.append(child)
             node = child
-        for kind, window in enumerate(self._windows):
-            if window is not None and path:
+        windows = [(k, w) for k, w in enumerate(self._windows) if w is not None]
+        longest = -1
+        while path and longest != len(path):  # what suits one kind's window may not suit another's
+            longest = len(path)
+            for kind, window in windows:
                 del path[self._within(path, kind, window, first, num_tokens) :]
         return path
 
@@ -88,7 +91,7 @@ class PrefixCache:
                 self._drop_block(gone, kind)
             gone.alive = False
             self.num_nodes -= 1
-        self._detach(node)
+        self._prune(self._detach(node))
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the root, in no particular order."""
@@ -119,6 +122,10 @@ class PrefixCache:
                 self._drop_block(node, each)
         else:
             self._drop_block(node, kind)
+        self._prune(node)
+
+    def _prune(self, node: Node) -> None:
+        """Take `node` out where it holds nothing, and those before it that are of no use then."""
         while not node.children and not any(node.blocks) and node.parent is not None:
             node.alive = False
             self.num_nodes -= 1
