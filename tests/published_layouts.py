@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,9 +18,18 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
+class Stored(Protocol):
+    """A weight in another program's numbers; `values`: what they stand for, float32 [out, in]."""
+
+    def values(self) -> Tensor: ...
+
+
+S = TypeVar("S", bound=Stored)
+
+
 class Grid(NamedTuple):
-    """Unsigned codes [out, in], zeros [out, groups] int64, scales float16 [out, groups] and the
-    group of each column [in]: value = (code - zero) * scale."""
+    """Unsigned codes [out, in], zeros [out, groups] int64, scales [out, groups] and the group of
+    each column [in]: value = (code - zero) * scale."""
 
     codes: Tensor
     zeros: Tensor
@@ -32,6 +41,33 @@ class Grid(NamedTuple):
         return (self.codes - zeros).float() * scales
 
 
+class Float8(NamedTuple):
+    """Codes e4m3 [out, in] and a scale for each of the blocks [rows, columns] of equal size, the
+    last ones cut, that [out, in] is divided into."""
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    def values(self) -> Tensor:
+        return self.codes.float() * _spread(self.scales.float(), self.block, self.codes.shape)
+
+
+def _spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """A number for each element of `shape`, that of its block."""
+    wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return wide[: shape[0], : shape[1]]
+
+
+def float8_of(w: Tensor, block: tuple[int, int]) -> Float8:
+    """w [out, in] in e4m3 with a bfloat16 scale for each block."""
+    rows = [band.split(block[1], 1) for band in w.split(block[0], 0)]
+    peaks = torch.tensor([[float(part.abs().max()) for part in band] for band in rows])
+    scales = (peaks / 448).bfloat16()
+    codes = (w / _spread(scales.float(), block, w.shape)).to(torch.float8_e4m3fn)
+    return Float8(codes, scales, block)
+
+
 def grid_of(
     w: Tensor,
     num_bits: int,
@@ -39,6 +75,7 @@ def grid_of(
     symmetric: bool,
     negative: bool = False,
     shuffled: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
 ) -> Grid:
     """w [out, in] on a grid. negative: every other scale below 0, as AutoRound has them. shuffled:
     columns in no order of groups, as desc_act leaves them. Zeros are at least 1 (version 1)."""
@@ -56,7 +93,7 @@ def grid_of(
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = (high - low) / highest
         zeros = (-low / scales).round().long().clamp(1, highest)
-    scales = scales.half()
+    scales = scales.to(scale_dtype)
     if negative:
         scales[:, ::2] *= -1
     codes = (w / scales.float()[:, g_idx]).round().long() + zeros[:, g_idx]
@@ -101,12 +138,50 @@ def awq_tensors(module: str, grid: Grid) -> dict[str, Tensor]:
     }
 
 
+def packed_tensors(
+    module: str, grid: Grid, num_bits: int, order: bool = False
+) -> dict[str, Tensor]:
+    """compressed-tensors' pack-quantized: codes along the inputs, zeros along the outputs. order:
+    with the group of each column, as files of actorder "group" had it."""
+    asymmetric = not bool((grid.zeros == 1 << (num_bits - 1)).all())
+    tensors = {
+        f"{module}.weight_packed": _rows_of_words(grid.codes, num_bits),
+        f"{module}.weight_scale": grid.scales,
+        f"{module}.weight_shape": torch.tensor(grid.codes.shape),
+    }
+    if asymmetric:
+        zeros = _rows_of_words(grid.zeros.T, num_bits).T.contiguous()
+        tensors[f"{module}.weight_zero_point"] = zeros
+    if order:
+        tensors[f"{module}.weight_g_idx"] = grid.g_idx.int()
+    return tensors
+
+
+def _rows_of_words(numbers: Tensor, num_bits: int) -> Tensor:
+    return torch.tensor([words(row, num_bits) for row in numbers.tolist()]).int()
+
+
+def int8_tensors(module: str, grid: Grid) -> dict[str, Tensor]:
+    """compressed-tensors' int-quantized: a byte a code, a scale a row."""
+    codes = (grid.codes - 128).to(torch.int8)
+    return {f"{module}.weight": codes, f"{module}.weight_scale": grid.scales}
+
+
+def float8_tensors(module: str, stored: Float8, peak: float | None = None) -> dict[str, Tensor]:
+    """compressed-tensors' float-quantized. peak: of the inputs, where their scale is stored."""
+    scales = stored.scales.flatten() if stored.scales.numel() == 1 and peak else stored.scales
+    tensors = {f"{module}.weight": stored.codes, f"{module}.weight_scale": scales}
+    if peak is not None:
+        tensors[f"{module}.input_scale"] = torch.tensor([peak / 448]).bfloat16()
+    return tensors
+
+
 def write_checkpoint(
     source: Path,
     out: Path,
     quantization: dict[str, Any],
-    grid: Callable[[Tensor], Grid],
-    pack: Callable[[str, Grid], dict[str, Tensor]],
+    grid: Callable[[Tensor], S],
+    pack: Callable[[str, S], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """The linears of the decoder layers of `source` packed into `out`; what they stand for."""
     shutil.copytree(source, out)
@@ -135,3 +210,36 @@ def gptq_quantization(num_bits: int, group_size: int, symmetric: bool, **more: A
         "meta": {"quantizer": ["gptqmodel:7.6.0"]},
         **more,
     }
+
+
+def llm_compressor_quantization(
+    layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None
+) -> Any:
+    """What llm-compressor 0.14.0.1 writes, with compressed-tensors 0.19.0."""
+    group = {
+        "format": layout,
+        "input_activations": None if inputs is None else _arguments(**inputs),
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": _arguments(observer="memoryless_minmax", **weights),
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": layout,
+        "global_compression_ratio": None,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.19.0",
+    }
+
+
+def _arguments(**said: Any) -> dict[str, Any]:
+    return {
+        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
+        "num_bits": 8, "observer": None, "observer_kwargs": {}, "scale_dtype": None,
+        "strategy": "tensor", "symmetric": True, "type": "int", "zp_dtype": None, **said,
+    }  # fmt: skip
