@@ -144,6 +144,10 @@ class AsyncEngine:
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
 
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """UserError where there is no tokenizer, or `text` is no text."""
+        return await asyncio.to_thread(self._tokenize, text, add_special_tokens)
+
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output, with finish_reason "abort". Nothing if it
         is over."""
@@ -177,6 +181,10 @@ class AsyncEngine:
     def _make(self, prompt: Any, params: SamplingParams, request_id: str | None) -> Request:
         with self._reader:
             return self._maker.request(prompt, params, request_id)
+
+    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        with self._reader:
+            return self._maker.tokenize(text, add_special_tokens)
 
     def _chat_prompt(self, messages: Messages, options: dict[str, Any]) -> dict[str, Any]:
         with self._reader:

@@ -85,9 +85,13 @@ class RequestMaker:
             )
         except (TemplateError, TypeError, ValueError) as e:
             raise UserError(f"the chat template does not take this conversation: {e}") from e
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False)}
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError("the model folder has no tokenizer: give the prompt as token ids")
         check_text(text)
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return {"prompt": text, "prompt_token_ids": ids}
+        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -128,10 +132,7 @@ class RequestMaker:
             return (text, list(ids)) if ids is not None else self._tokenize(text)
         if not isinstance(prompt, str):
             return None, list(prompt)
-        if self.tokenizer is None:
-            raise UserError("the model folder has no tokenizer: give the prompt as token ids")
-        check_text(prompt)
-        return prompt, list(self.tokenizer(prompt)["input_ids"])
+        return prompt, self.tokenize(prompt)
 
 
 def check_text(text: str) -> None:

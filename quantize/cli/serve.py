@@ -1,0 +1,149 @@
+"""`quantize serve`: a model over OpenAI's interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..sizes import parse_size
+from .common import model_path
+
+if TYPE_CHECKING:
+    from ...runtime import LLM
+
+_ENGINE, _LIMITS, _ACCESS = "Engine", "Limits", "Access and logs"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
+    ],
+    host: Annotated[str, typer.Option(help="0.0.0.0 for every address of this machine.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0: any that is free; the log says which.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What requests call the model; its folder's name if not said."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    kv: Annotated[
+        str, typer.Option(help="Format of the KV cache: int8, int4, ..., model: none, auto.")
+    ] = "auto",
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Continuations that run at once.", rich_help_panel=_ENGINE)
+    ] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompt and output together.", rich_help_panel=_ENGINE),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Of a step of the model.", rich_help_panel=_ENGINE)
+    ] = 2048,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="For keys and values, as 2GB; a share of the free memory if not said.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Compute what prompts have in common once.", rich_help_panel=_ENGINE),
+    ] = True,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes tool calls: hermes, llama3, none; auto: as its chat"
+            " template says.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "auto",
+    max_queue: Annotated[
+        int, typer.Option(help="Continuations that may wait; more: 503.", rich_help_panel=_LIMITS)
+    ] = 128,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds to wait for a turn; longer: 503.", rich_help_panel=_LIMITS),
+    ] = 60.0,
+    max_body: Annotated[
+        str, typer.Option(help="Of a request; larger: 413.", rich_help_panel=_LIMITS)
+    ] = "4MB",
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Longer: 422.", rich_help_panel=_LIMITS)
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Asked for more: 422.", rich_help_panel=_LIMITS)
+    ] = None,
+    rate_limit: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests a minute for each key, or address; more: 429.", rich_help_panel=_LIMITS
+        ),
+    ] = None,
+    client_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for a client to send, or to read, before it is left.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 60.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds for what runs after SIGTERM.", rich_help_panel=_LIMITS)
+    ] = 30.0,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A key on each line, one of which requests must bring; the variable"
+            " LOWBIT_API_KEY is one, too.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web page's origin that may ask (repeat).", rich_help_panel=_ACCESS),
+    ] = None,
+    log_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--log-prompts", help="Prompts and answers go into the log.", rich_help_panel=_ACCESS
+        ),
+    ] = False,
+) -> None:
+    """Serve a model to clients of OpenAI's interface, until Ctrl-C or SIGTERM.
+
+    Example: quantize serve ./smollm2-w4, then any such client with base_url
+    http://127.0.0.1:8000/v1
+    """
+    from ...runtime.server.keys import read_api_keys
+    from ...runtime.server.run import serve as run
+    from ...runtime.server.settings import ServerSettings
+
+    folder = model_path(model)
+    settings = ServerSettings(
+        model_name=name or Path(model).resolve().name, host=host, port=port,
+        api_keys=read_api_keys(api_key_file), max_queue=max_queue, queue_timeout=queue_timeout,
+        max_body_bytes=parse_size(max_body, "--max-body"), max_prompt_tokens=max_prompt_tokens,
+        max_output_tokens=max_output_tokens, rate_limit=rate_limit, client_timeout=client_timeout,
+        drain_timeout=drain_timeout, cors_origins=tuple(cors_origin or ()),
+        log_prompts=log_prompts, tool_parser=tool_parser,
+    )  # fmt: skip
+
+    def load() -> LLM:
+        from ...runtime import LLM
+
+        return LLM(
+            folder, device, dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens,
+            kv_memory=None if kv_memory is None else parse_size(kv_memory, "--kv-memory"),
+            enable_prefix_caching=prefix_caching,
+        )  # fmt: skip
+
+    run(settings, load)

@@ -1,0 +1,48 @@
+"""The routes put together, and what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from .chat import chat_routes
+from .completions import completion_routes
+from .errors import add_error_handlers
+from .frame import Frame
+from .gate import Gate
+from .service import Service
+from .status import status_routes
+from .tokens import token_routes
+
+
+def make_app(service: Service, stop: Callable[[], None]) -> ASGIApp:
+    """stop: see Service.begin."""
+    routes = make_routes(service, stop)
+    app: ASGIApp = Gate(routes, service.settings)
+    if service.settings.cors_origins:
+        app = CORSMiddleware(
+            app, allow_origins=service.settings.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
+    return Frame(app, service.metrics, service.settings.client_timeout)
+
+
+def make_routes(service: Service, stop: Callable[[], None]) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.begin(stop)
+        yield
+
+    app = FastAPI(
+        title="lowbit", version=version("lowbit"), lifespan=lifespan, docs_url=None,
+        redoc_url=None, description="A language model over OpenAI's interface.",
+    )  # fmt: skip
+    add_error_handlers(app)
+    for routes in (status_routes, completion_routes, chat_routes, token_routes):
+        app.include_router(routes(service))
+    return app

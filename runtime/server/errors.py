@@ -1,0 +1,115 @@
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}} with a status that says
+whose fault it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ...kernels.errors import UserError
+from ..prompts import PromptTooLong
+from ..request import RequestFailed
+from ..streams import EngineDeadError, NotStarted
+
+RETRY_SECONDS = 1  # what a client is told to wait where nobody can know
+
+_TYPES = {
+    401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
+    500: "server_error", 503: "server_error",
+}  # fmt: skip
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503)
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. retry_after: seconds after which it may go well."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(max(1, round(self.retry_after)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        text = json.dumps(self.body())  # ASCII: a message may quote half a character
+        return Response(text, self.status, headers, "application/json")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What is told of `error`. What is no fault of the client's is told without its details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), code="model_failed")
+    if isinstance(error, PromptTooLong):
+        return ApiError(422, str(error), code="context_length_exceeded", param="prompt")
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, NotStarted):
+        told = f"{error}: the server is busy"
+        return ApiError(503, told, code="queue_timeout", retry_after=RETRY_SECONDS)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, "the engine has ended", code="engine_dead", retry_after=RETRY_SECONDS)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail))
+    return ApiError(500, "internal error: the log has it under this request's id")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, without what stood there."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field: {where}", code="unknown_field", param=where)
+    message = str(first["msg"])
+    return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    for kind in (
+        ApiError, UserError, NotStarted, EngineDeadError, RequestValidationError, HTTPException,
+        Exception,
+    ):  # fmt: skip
+        app.add_exception_handler(kind, answer)

@@ -1,0 +1,273 @@
+"""What the server refuses, and to whom: keys, rates, sizes, queues, slow clients, and its end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from lowbit.kernels.errors import UserError
+from lowbit.runtime import LLM
+from lowbit.runtime.server.keys import ApiKeys, read_api_keys
+from lowbit.runtime.server.limits import MAX_CALLERS, RateLimiter
+from lowbit.runtime.server.run import bind
+from lowbit.runtime.server.settings import ServerSettings
+
+from .runtime_models import FAMILIES, save_tiny
+from .serving import served, until
+
+ENDLESS = {"prompt": "x", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), FAMILIES["llama"]())
+
+
+def test_keys_are_asked_for_and_never_logged(folder):
+    keys = ("first-key-of-two", "second-key-of-two")
+    with served(folder, api_keys=keys) as server:
+        for header in (
+            "",
+            "Bearer wrong-key-wrong",
+            f"Basic {keys[0]}",
+            "Bearer",
+            f"Bearer {keys}",
+        ):
+            answer = server.http.get("/v1/models", headers={"authorization": header})
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/metrics", "/version", "/openapi.json"):
+            assert server.http.get(path).status_code == 401
+        assert (
+            server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+        )
+        for number, key in enumerate(keys, 1):
+            answer = server.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+            line = until(lambda: server.requests()[-1])
+            assert line["caller"] == f"key {number}"
+        told = json.dumps(server.log)
+        assert "first-key" not in told and "second-key" not in told
+
+
+def test_keys_come_from_a_file_and_a_variable(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nkey-number-one\n\n  key-number-two  \nkey-number-one\n")
+    monkeypatch.setenv("LOWBIT_API_KEY", "from-the-variable")
+    given = read_api_keys(file)
+    assert given == ("key-number-one", "key-number-two", "from-the-variable")
+    keys = ApiKeys(given)
+    assert [keys.number(k) for k in (*given, "other", "")] == [1, 2, 3, None, None]
+    file.write_text("short\n")
+    with pytest.raises(UserError, match="API key 1 cannot be one") as refused:
+        read_api_keys(file)
+    assert "short" not in str(refused.value)
+    file.write_text("# none\n")
+    with pytest.raises(UserError, match="holds no API key"):
+        read_api_keys(file)
+
+
+def test_a_bucket_fills_steadily_and_callers_do_not_share_it():
+    now = 0.0
+    limiter = RateLimiter(60, lambda: now)
+    assert [limiter.ask("a") for _ in range(61)] == [0.0] * 60 + [1.0]
+    assert limiter.ask("b") == 0
+    now = 0.5
+    assert limiter.ask("a") == pytest.approx(0.5)
+    now = 1.5
+    assert limiter.ask("a") == 0 and limiter.ask("a") > 0
+    for number in range(MAX_CALLERS + 5):
+        limiter.ask(str(number))
+    assert len(limiter._buckets) == MAX_CALLERS
+
+
+def test_past_the_rate_there_is_429_with_when_to_come_back(folder):
+    with served(folder, rate_limit=2) as server:
+        codes = [server.http.get("/v1/models").status_code for _ in range(3)]
+        answer = server.http.get("/v1/models")
+        assert codes == [200, 200, 429] and 25 <= int(answer.headers["retry-after"]) <= 31
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert (
+            server.http.get("/health").status_code == server.http.get("/metrics").status_code == 200
+        )
+
+
+def test_sizes_are_limited(folder):
+    with served(folder, max_body_bytes=2000, max_prompt_tokens=20, max_output_tokens=8) as server:
+        large = server.post("/v1/completions", {"prompt": "x" * 2000})
+        assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
+        chunked = server.http.post("/v1/completions", content=(b"x" * 999 for _ in range(9)))
+        assert chunked.status_code == 413
+        long = server.post("/v1/completions", {"prompt": "x" * 21})
+        assert long.status_code == 422 and long.json()["error"]["code"] == "prompt_too_long"
+        assert server.post("/v1/completions", {"prompt": "x" * 20}).status_code == 200
+        more = server.post("/v1/completions", {"prompt": "x", "max_tokens": 9})
+        assert more.status_code == 422 and more.json()["error"]["code"] == "output_too_long"
+        chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+        told = server.post("/v1/chat/completions", chat).json()
+        assert told["usage"]["completion_tokens"] == 8
+
+
+def test_a_full_queue_and_a_long_wait_are_503(folder):
+    def load() -> LLM:
+        return LLM(folder, "cpu", "float32", max_num_seqs=1)
+
+    with served(load, max_queue=1, queue_timeout=0.05) as server, ThreadPoolExecutor(2) as pool:
+        places = server.service.loaded.places
+        running = pool.submit(server.post, "/v1/completions", ENDLESS)
+        until(lambda: server.service.loaded.engine._engine.metrics().running)
+        waiting = pool.submit(server.post, "/v1/completions", ENDLESS)
+        until(lambda: places.taken == 2)
+        full = server.post("/v1/completions", ENDLESS)
+        assert full.status_code == 503 and full.json()["error"]["code"] == "queue_full"
+        assert int(full.headers["retry-after"]) >= 1
+        late = waiting.result()
+        assert late.status_code == 503 and late.json()["error"]["code"] == "queue_timeout"
+        assert running.result().status_code == 200
+        server.idle()
+
+
+def test_a_body_that_does_not_come_and_a_reader_that_does_not_read_are_left(folder):
+    with served(folder, client_timeout=0.3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            "content-length: 500\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(head.encode() + b"{")
+            assert b" 408 " in slow.recv(1000)
+        stuck = socket.socket()
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        with stuck:
+            stuck.connect((host, int(port)))
+            body = json.dumps({**ENDLESS, "stream": True, "n": 4, "temperature": 1, "logprobs": 20})
+            head = head.replace("500", str(len(body)))
+            stuck.sendall(head.encode() + body.encode())
+            line = until(lambda: [x for x in server.requests() if x.get("slow_client")])
+            assert line[0]["outcome"] == "client_gone"
+        server.idle()
+
+
+def test_while_it_loads_it_lives_and_is_not_ready(folder):
+    loading = threading.Event()
+
+    def load() -> LLM:
+        loading.wait(30)
+        return LLM(folder, "cpu", "float32")
+
+    with served(load, ready=False) as server:
+        try:
+            until(lambda: server.server.started)
+            assert server.http.get("/health").json() == {"status": "loading"}
+            for answer in (server.http.get("/ready"), server.post("/v1/completions", ENDLESS)):
+                assert answer.status_code == 503 and answer.json()["error"]["code"] == "loading"
+                assert "retry-after" in answer.headers
+            assert server.http.get("/metrics").status_code == 200
+        finally:
+            loading.set()
+        until(lambda: server.service.state == "ready", 60)
+        assert server.http.get("/ready").status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
+    with served(tmp_path / "nothing", ready=False) as server:
+        until(lambda: server.service.failure)
+        assert isinstance(server.service.failure, UserError) and server.server.should_exit
+        line = next(x for x in server.log if x["level"] == "critical")
+        assert line["event"] == "the model cannot be served" and "traceback" not in line
+
+
+def test_the_engines_death_turns_health_red_and_ends_the_server(folder, monkeypatch):
+    with served(folder) as server, ThreadPoolExecutor(3) as pool:
+        engine = server.service.loaded.engine
+        monkeypatch.setattr(server.server.config, "timeout_graceful_shutdown", 1)
+        running = [pool.submit(server.post, "/v1/completions", ENDLESS) for _ in range(3)]
+        until(lambda: engine._engine.metrics().running == 3)
+
+        def burst() -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine._engine, "step", burst)
+        for answer in running:
+            assert answer.result().status_code == 503
+            assert answer.result().json()["error"]["code"] == "engine_dead"
+        until(lambda: server.service.state == "dead")
+        assert isinstance(server.service.failure, MemoryError) and server.server.should_exit
+        line = next(x for x in server.log if x["level"] == "critical")
+        assert line["event"] == "the engine has died" and "no room" in line["traceback"]
+
+
+def test_what_drains_finishes_and_takes_nothing_more(folder):
+    with served(folder) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.complete, **ENDLESS)
+        until(lambda: server.service.loaded.engine._engine.has_work)
+        server.service.drain()
+        refused = server.post("/v1/completions", ENDLESS)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert server.http.get("/ready").status_code == 503
+        server.server.should_exit = True
+        assert running.result()["usage"]["completion_tokens"] == 240
+
+
+def test_settings_and_addresses_that_cannot_be_are_refused(folder):
+    for bad in ({"max_queue": -1}, {"rate_limit": 0}, {"drain_timeout": 0.0}, {"port": 70000}):
+        with pytest.raises(UserError, match=next(iter(bad))):
+            ServerSettings("x", **bad)
+    with bind("127.0.0.1", 0, 1) as taken:
+        taken.listen()
+        with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port"):
+            bind("127.0.0.1", taken.getsockname()[1], 1)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_drains_the_process_and_a_second_ends_it(command, folder, signals):
+    """The command stops itself: a thread of it asks, and then sends the signals."""
+    before = f"""
+import json, os, signal, threading, time, urllib.request
+from lowbit.runtime.server import run
+
+bound = run.bind
+def bind(*args):
+    made = bound(*args)
+    threading.Thread(target=ask, args=made.getsockname()[:2], daemon=True).start()
+    return made
+run.bind = bind
+
+def ask(host, port):
+    url = f"http://{{host}}:{{port}}"
+    while True:
+        try:
+            urllib.request.urlopen(url + "/ready").read()
+            break
+        except OSError:
+            time.sleep(0.05)
+    body = json.dumps({ENDLESS!r}).replace("True", "true").encode()
+    asked = urllib.request.Request(
+        url + "/v1/completions", body, {{"content-type": "application/json"}}
+    )
+    threading.Thread(target=wait, args=(asked,), daemon=True).start()
+    while b'running{{model_name="m"}} 1.0' not in urllib.request.urlopen(url + "/metrics").read():
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+    if {signals} == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def wait(asked):
+    answer = json.load(urllib.request.urlopen(asked))
+    print(answer["usage"]["completion_tokens"], flush=True)
+"""
+    asked = ["serve", folder, "--port", "0", "--name", "m", "--dtype", "float32"]
+    outcome = command(*asked, before=before)
+    events = [json.loads(line)["event"] for line in outcome.stderr.splitlines() if line[:1] == "{"]
+    if signals == 1:
+        assert (outcome.code, outcome.stdout.strip()) == (0, "240"), outcome.stderr
+        assert events[-1] == "ended"
+    else:
+        assert (outcome.code, outcome.stdout) == (143, ""), outcome.stderr
+        assert events[-1] == "ended at once"
