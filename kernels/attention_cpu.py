@@ -108,7 +108,8 @@ def _attend(
     if group.folded:
         q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
     if _takes_products(q, group):
-        out, lse = _by_products(q, keys, values, group, options.scale)
+        wants_lse = options.wants_lse or options.sinks is not None
+        out, lse = _by_products(q, keys, values, group, options.scale, wants_lse)
     else:
         out, lse = _by_flash(q, keys, values, group, options.scale)
     out = out.reshape(seqs, heads, n, head_dim).transpose(1, 2).flatten(0, 1)
@@ -149,9 +150,11 @@ def _has_bfloat16_products() -> bool:
 
 
 def _by_products(
-    q: Tensor, keys: BlockPool, values: BlockPool | None, group: _Group, scale: float
-) -> tuple[Tensor, Tensor]:
-    """out as q [seqs, kv_heads, rows, head_dim], lse float32 [seqs, kv_heads, rows]."""
+    q: Tensor, keys: BlockPool, values: BlockPool | None, group: _Group, scale: float,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out as q [seqs, kv_heads, rows, head_dim], lse float32 [seqs, kv_heads, rows], of no meaning
+    where it is not wanted."""
     assert group.bias is not None
     seqs, kv_heads, rows, head_dim = q.shape
     length = group.tables.shape[1] * keys.block_size
@@ -173,8 +176,11 @@ def _by_products(
         weights = logits.softmax(-1)
         outs.append(torch.bmm(weights.to(q.dtype).flatten(0, 1), v))
         # the largest weight is 1 over the sum of exp(logits - the largest)
-        lses.append(logits.amax(-1).sub_(weights.amax(-1).log_()))
-    return torch.cat(outs).view(q.shape), torch.cat(lses)
+        if wants_lse:
+            lses.append(logits.amax(-1).sub_(weights.amax(-1).log_()))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    lse = torch.cat(lses) if lses else logits.new_empty(q.shape[:3])
+    return out.view(q.shape), lse
 
 
 class _Kept(threading.local):

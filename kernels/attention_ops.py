@@ -32,7 +32,7 @@ class AttentionOptions(NamedTuple):
     """scale: of the logits, as a rule head_dim^-0.5. sliding_window: keys that a token sees, itself
     included; None: all. softcap: None for none. sinks, alibi_slopes: float32 [heads].
     rotated_queries: q has been through the Hadamard matrix that keys are stored through; nothing
-    where there is none."""
+    where there is none. wants_lse: False lets a kernel leave `lse` undefined."""
 
     scale: float
     sliding_window: int | None = None
@@ -40,6 +40,7 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     rotated_queries: bool = False
+    wants_lse: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,7 @@ def pools(llm: LLM) -> list[Tensor]:
     engine = llm._engine
     if not isinstance(engine, PagedEngine):
         return []
-    parts = (part for layer in engine._pools for pool in layer for part in
+    parts = (part for layer in engine._kv.pools for pool in layer for part in
              (pool.codes, pool.scale, pool.offset))  # fmt: skip
     return [part for part in parts if part is not None]
 

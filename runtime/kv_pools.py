@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,10 +11,15 @@ from ..kernels.errors import UserError
 from ..kernels.kv_quant import KVFormat
 from ..kernels.paged_kv import BlockPool, new_pool
 from ..quantize.checkpoint.kv_config import KVStorage
+from ..quantize.planning.machine import available_bytes
 from .kv_formats import kv_format, layer_kv
 from .models.decoder import DecoderLayer, KVPools
 from .models.hf_module import ModuleLayer
+from .scheduling.config import BLOCK_SIZE
 from .scheduling.plan import BlockCopy
+
+MEMORY_SHARE = 0.25  # of the free memory that the pools may grow to where nothing is said
+UNKNOWN_MEMORY = 1 << 30  # is taken to be free where the system does not tell
 
 
 def decline_paged(kv: KVStorage | None) -> str | None:
@@ -54,27 +60,124 @@ def layer_pools(
     return KVPools(pool(stored.key, stored.scales.key), pool(stored.value, stored.scales.value))
 
 
-def copy_blocks(
-    pools: Sequence[KVPools], kinds: Sequence[int], copies: Iterable[BlockCopy]
-) -> None:
-    """Carry out the copies of a plan within the pools. kinds: of each layer."""
-    for copy in copies:
-        if copy.direction != "device":
-            raise UserError("blocks are not swapped to host memory yet: recompute them instead")
-        for pool, kind in zip(pools, kinds, strict=True):
-            if kind != copy.kind:
-                continue
-            for part in (part for of in pool for part in (of.codes, of.scale, of.offset)):
-                if part is not None:
-                    part[copy.target].copy_(part[copy.source])
+class PagedKV:
+    """The pools of all layers of a model, and beside them, in host memory, room for blocks of
+    requests that wait. kinds: of each layer, the number of its kind."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer | ModuleLayer],
+        kinds: Sequence[int],
+        kv: KVStorage | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._layers, self._kinds, self._kv = layers, kinds, kv
+        self._dtype, self._device = dtype, device
+        self.pools: list[KVPools] = []
+        self.host: list[KVPools] = []
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all layers."""
+        return sum(pool.nbytes for pools in self._new(1, "meta") for pool in pools)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pools on the device."""
+        return sum(pool.nbytes for pools in self.pools for pool in pools)
+
+    def allocate(self, blocks: int, host_blocks: int) -> None:
+        """Memory for so many blocks that hold tokens, and one that is nobody's."""
+        self.pools = self._new(blocks + 1, self._device)
+        self.host = self._new(host_blocks + 1, "cpu") if host_blocks else []
+        if self._device.type != "cpu":
+            self.host = [KVPools(*(_pinned(pool) for pool in pools)) for pools in self.host]
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Carry out the copies of a plan."""
+        for (kind, direction), same in itertools.groupby(copies, lambda c: (c.kind, c.direction)):
+            pairs = [(copy.source, copy.target) for copy in same]
+            sources, targets = (list(numbers) for numbers in zip(*pairs, strict=True))
+            read = self.host if direction == "in" else self.pools
+            written = self.host if direction == "out" else self.pools
+            for source, target in zip(_parts(read, self._kinds, kind),
+                                      _parts(written, self._kinds, kind), strict=True):  # fmt: skip
+                target[targets] = source[sources].to(target.device)
+
+    def wipe(self, kind: int, blocks: Sequence[int]) -> None:
+        """Zeros in these blocks of every layer of `kind`."""
+        for part in _parts(self.pools, self._kinds, kind):
+            part[list(blocks)] = 0
+
+    def _new(self, blocks: int, device: torch.device | str) -> list[KVPools]:
+        return [
+            layer_pools(index, layer, blocks, BLOCK_SIZE, self._kv, self._dtype, device)
+            for index, layer in enumerate(self._layers)
+        ]
 
 
-def wipe_blocks(
-    pools: Sequence[KVPools], kinds: Sequence[int], kind: int, blocks: Sequence[int]
-) -> None:
-    """Zeros in these blocks of every layer of `kind`. kinds: of each layer."""
-    for pool, own in zip(pools, kinds, strict=True):
-        if own == kind:
-            for part in (part for of in pool for part in (of.codes, of.scale, of.offset)):
-                if part is not None:
-                    part[list(blocks)] = 0
+def _parts(pools: Sequence[KVPools], kinds: Sequence[int], kind: int) -> list[torch.Tensor]:
+    """What layers of `kind` keep by blocks."""
+    return [
+        part
+        for layer, own in zip(pools, kinds, strict=True)
+        if own == kind
+        for pool in layer
+        for part in (pool.codes, pool.scale, pool.offset)
+        if part is not None
+    ]
+
+
+def _pinned(pool: BlockPool) -> BlockPool:
+    parts = {"codes": pool.codes, "scale": pool.scale, "offset": pool.offset}
+    return pool._replace(**{k: part.pin_memory() for k, part in parts.items() if part is not None})
+
+
+def blocks_in(memory: int | None, most: int, block_bytes: int, device: torch.device) -> int:
+    """Blocks that hold tokens in `memory` bytes; None: a quarter of what is free, `most` at most.
+
+    UserError where there is less, or no room for one of them.
+    """
+    free = _free_memory(device)
+    if memory is None:
+        memory = int((free or UNKNOWN_MEMORY) * MEMORY_SHARE)
+        memory = min(memory, (most + 1) * block_bytes)
+    elif free is not None and memory > free:
+        raise UserError(
+            f"kv_memory asks for {memory:,} bytes for keys and values, and {free:,} are free: "
+            "ask for less, or leave it out"
+        )
+    blocks = memory // block_bytes - 1  # one is nobody's
+    if blocks < 1:
+        raise UserError(
+            f"the memory for keys and values, {memory:,} bytes, holds no more than one block "
+            f"of {BLOCK_SIZE} tokens, which takes {block_bytes:,}: give it more"
+        )
+    return blocks
+
+
+def host_blocks_in(memory: int, block_bytes: int) -> int:
+    """Blocks in `memory` bytes of the host; 0: none are asked for. UserError as `blocks_in`."""
+    if memory == 0:
+        return 0
+    free = available_bytes()
+    if memory < 0 or (free is not None and memory > free):
+        raise UserError(
+            f"swap_memory must be from 0 to the {free or UNKNOWN_MEMORY:,} bytes that are free, "
+            f"got {memory:,}"
+        )
+    blocks = memory // block_bytes - 1
+    if blocks < 1:
+        raise UserError(
+            f"swap_memory, {memory:,} bytes, holds no block of {BLOCK_SIZE} tokens, which takes "
+            f"{block_bytes:,} and as much that is nobody's: give it more, or 0"
+        )
+    return blocks
+
+
+def _free_memory(device: torch.device) -> int | None:
+    """None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes()

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from ..kernels.errors import UserError
 from ..quantize.kv_names import describe_kv
 from .engine import Engine, EngineStats
+from .eviction import Eviction
 from .kv_formats import resolve_kv
 from .linear import LinearReport
 from .loader import load
@@ -31,6 +32,7 @@ from .request import Request, RequestFailed, RequestOutput, SamplingParams
 from .sampling.beams import BeamRequest, BeamSearchOutput
 from .sampling.params import BeamSearchParams
 from .scheduling.config import Batching
+from .speculation.speculator import make_proposer
 
 ENGINES = ("auto", "paged", "contiguous")
 
@@ -48,7 +50,11 @@ class LLM:
     paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
     quarter of the free memory, or less where that is enough for all rows); enable_prefix_caching:
     compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
-    to be compared with "continuous".
+    to be compared with "continuous"; speculate: "ngram", "lookahead" or the folder of a smaller
+    model, which propose num_speculative_tokens that the model verifies in one step
+    (runtime/speculation); swap_memory: bytes of host memory to which requests move what they have
+    computed when blocks run out (0: it is computed again); kv_eviction: "window", "h2o" or
+    "snapkv" (runtime/eviction.py) keep kv_budget tokens of each sequence, without a prefix cache.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -69,6 +75,11 @@ class LLM:
         kv_memory: int | None = None,
         enable_prefix_caching: bool = True,
         batching: Batching = "continuous",
+        speculate: str | None = None,
+        num_speculative_tokens: int | None = None,
+        swap_memory: int = 0,
+        kv_eviction: str | None = None,
+        kv_budget: int | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -77,6 +88,12 @@ class LLM:
         ):  # fmt: skip
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
+        eviction = Eviction.of(kv_eviction, kv_budget)
+        if eviction is not None and speculate is not None:
+            raise UserError(
+                "kv_eviction does not go with speculate: tokens that are verified in one step "
+                "would see other keys than one by one; choose one of them"
+            )
         loaded = load(path, device, dtype, linear_kernel)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.dtype = loaded.device, loaded.dtype
@@ -92,12 +109,20 @@ class LLM:
         self.engine = "contiguous" if engine == "contiguous" or declined else "paged"
         self.engine_declined = declined
         if self.engine == "paged":
+            proposer = None if speculate is None else make_proposer(
+                speculate, num_speculative_tokens, loaded, self.vocab_size, self.max_model_len
+            )  # fmt: skip
             limits = EngineLimits(
                 max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
-                enable_prefix_caching, batching,
+                enable_prefix_caching, batching, proposer, swap_memory, eviction,
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
         else:
+            if speculate is not None or eviction is not None or swap_memory:
+                raise UserError(
+                    "speculate, kv_eviction and swap_memory need the paged engine; it "
+                    f"{declined or 'was not chosen'}"
+                )
             self._engine = Engine(loaded, max_num_seqs, kv)
 
     @property

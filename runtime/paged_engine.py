@@ -14,36 +14,37 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ..kernels.errors import UserError
 from ..quantize.checkpoint.kv_config import KVStorage
-from ..quantize.planning.machine import available_bytes
 from .engine import EngineStats
-from .kv_pools import copy_blocks, decline_paged, layer_pools, wipe_blocks
+from .eviction import Eviction, Evictor
+from .kv_pools import PagedKV, blocks_in, decline_paged, host_blocks_in
 from .loader import LoadedModel
 from .metrics import EngineMetrics
 from .models.choice import decline_model, make_decoder
-from .models.decoder import KVPools
 from .request import Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import add_prompt_logprobs
-from .scheduling.config import Batching, KVKind, SchedulerConfig
+from .scheduling.config import BLOCK_SIZE, Batching, KVKind, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState
 from .scheduling.stats import SchedulerStats
+from .speculation.draft_model import DraftModel
+from .speculation.proposer import Proposer
+from .speculation.speculator import Speculator
 from .step_inputs import step_inputs
 from .step_results import Asked, Live, StepResults
 
-BLOCK_SIZE = 16
-MEMORY_SHARE = 0.25  # of the free memory that the pools may grow to where nothing is said
-UNKNOWN_MEMORY = 1 << 30  # is taken to be free where the system does not tell
 HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at once
 
 
 class EngineLimits(NamedTuple):
     """max_num_seqs: that run at once. max_num_batched_tokens: of a step. max_model_len: prompt and
     output together. kv_memory: bytes of all pools; None: a quarter of the free memory, or as much
-    as `max_num_seqs` requests of the longest kind fill. batching: see SchedulerConfig."""
+    as `max_num_seqs` requests of the longest kind fill. batching: see SchedulerConfig. proposer: of
+    tokens to verify, see runtime/speculation. swap_memory: bytes of host memory for blocks of
+    requests that have to give up theirs; 0: they are computed again. eviction: of keys and
+    values that a sequence has too many of."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -51,6 +52,9 @@ class EngineLimits(NamedTuple):
     kv_memory: int | None = None
     prefix_cache: bool = True
     batching: Batching = "continuous"
+    proposer: Proposer | None = None
+    swap_memory: int = 0
+    eviction: Eviction | None = None
 
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
@@ -68,26 +72,41 @@ class PagedEngine:
         self.loaded, self.kv, self.limits = loaded, kv, limits
         self.stats = EngineStats()
         self._decoder = make_decoder(loaded.model, limits.max_model_len)
-        blocks = self._num_blocks()
-        self._pools = [
-            self._layer_pools(index, blocks + 1) for index in range(len(self._decoder.layers))
-        ]
+        decoder, proposer = self._decoder, limits.proposer
+        self._speculator = None if proposer is None else Speculator(proposer)
+        self._kv = PagedKV(decoder.layers, decoder.kinds, kv, loaded.dtype, loaded.device)
+        blocks, host_blocks = self._allocate(proposer)
+        budget = limits.eviction.bound if limits.eviction else None
         self._scheduler = Scheduler(
             SchedulerConfig(
-                tuple(KVKind(blocks, window) for window in self._decoder.windows),
+                tuple(
+                    KVKind(blocks, window, host_blocks, budget if window is None else None)
+                    for window in decoder.windows
+                ),
                 BLOCK_SIZE,
                 limits.max_num_seqs,
                 max(limits.max_num_batched_tokens, limits.max_num_seqs),
                 batching=limits.batching,
-                prefix_cache=limits.prefix_cache,
+                preemption="swap" if host_blocks else "recompute",
+                prefix_cache=limits.prefix_cache and limits.eviction is None,
             )
         )
+        self._evictor = Evictor(limits.eviction, self._scheduler) if limits.eviction else None
         self._live: dict[str, Live] = {}
+        self._results = StepResults(self._scheduler, loaded.dtype, self._kv.wipe, self._speculator)
 
-        def wipe(kind: int, blocks: list[int]) -> None:
-            wipe_blocks(self._pools, self._decoder.kinds, kind, blocks)
-
-        self._results = StepResults(self._scheduler, loaded.dtype, wipe)
+    def _allocate(self, proposer: Proposer | None) -> tuple[int, int]:
+        """Blocks of each pool that hold tokens, on the device and on the host; a draft model has as
+        many as the device."""
+        limits, a_block = self.limits, self._kv.block_bytes
+        beside = proposer.block_bytes if isinstance(proposer, DraftModel) else 0
+        most = -(-limits.max_model_len // BLOCK_SIZE) * limits.max_num_seqs
+        blocks = blocks_in(limits.kv_memory, most, a_block + beside, self.loaded.device)
+        host_blocks = host_blocks_in(limits.swap_memory, a_block)
+        self._kv.allocate(blocks, host_blocks)
+        if isinstance(proposer, DraftModel):
+            proposer.allocate(blocks)
+        return blocks, host_blocks
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
@@ -96,7 +115,7 @@ class PagedEngine:
     @property
     def kv_bytes(self) -> int:
         """Of all pools."""
-        return sum(pool.nbytes for pools in self._pools for pool in pools)
+        return self._kv.nbytes
 
     @property
     def capacity(self) -> int:
@@ -118,7 +137,11 @@ class PagedEngine:
             output_tokens=told.tokens.output,
             tokens_per_second=self.stats.tokens_per_second,
             preemptions=told.preemptions,
+            swaps=told.swaps,
             acceptance_rate=told.acceptance_rate,
+            speculation=None
+            if self._speculator is None
+            else self._speculator.metrics(told.tokens.proposed, told.tokens.accepted),
         )
 
     def add(self, request: Request | BeamRequest) -> None:
@@ -140,14 +163,22 @@ class PagedEngine:
     def step(self) -> list[Request | BeamRequest]:
         """Plan and run one step; the requests that something has come of."""
         started = time.perf_counter()
+        if self._speculator is not None:
+            self._speculator.propose(self._scheduler, self._live.__getitem__)
         plan = self._scheduler.plan()
         if not plan.runs:
             return []
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
-        asked = [Asked(*of) for of in zip(plan.runs, lives, strict=True) if of[0].num_logits]
+        asked = _asked(plan, lives)
         logits, broken = self._logits(plan, lives)  # K and V are stored even where nobody asks
-        self.stats.output_tokens += self._results.advance(plan, asked, logits, broken)
-        self._count(plan, lives, started, time.perf_counter() - started)
+        drawn = self._results.advance(plan, asked, logits, broken)
+        if self._evictor is not None:
+            self._evictor.evict(plan)
+        seconds = time.perf_counter() - started
+        self.stats.output_tokens += sum(drawn)
+        self._count(plan, lives, drawn, started, seconds)
+        if self._speculator is not None:
+            self._speculator.record(plan, seconds, sum(drawn))
         told = dict.fromkeys(live.request for live in [*(a.live for a in asked), *broken])
         for request in told:
             if request.finished:
@@ -158,30 +189,37 @@ class PagedEngine:
 
     @torch.inference_mode()
     def _logits(self, plan: StepPlan, lives: list[Live]) -> tuple[Tensor, list[Live]]:
-        """[asked, vocabulary] after the last token of each run that is asked for one; and whose
-        prompts are broken. Prompts' own logits are told to the requests that want to know them.
+        """[rows, vocabulary] after the last tokens of each run, as many as it is asked for; and
+        whose prompts are broken. Prompts' own logits are told to the requests that want them.
 
         A key or value that is not finite makes its token's hidden state so. Seen in the step that
         stores it, it is wiped before another request can get its block.
         """
-        copy_blocks(self._pools, self._decoder.kinds, plan.copies)
+        self._kv.copy(plan.copies)
         tables = zip(*(run.block_tables for run in plan.runs), strict=True)
+        evicted = zip(*(run.sequence.table.evicted for run in plan.runs), strict=True)
         query_lens = [run.end - run.start for run in plan.runs]
         step = step_inputs(
             plan.token_ids, plan.positions, plan.slots, query_lens,
-            [run.end for run in plan.runs], tables, self.loaded.device,
+            [run.end for run in plan.runs], tables, self.loaded.device, list(evicted),
         )  # fmt: skip
+        batches = step.batches
+        if self._evictor is not None:
+            batches = self._evictor.watch(plan, batches)
         ends = list(itertools.accumulate(query_lens))
-        rows = [end - 1 for end, run in zip(ends, plan.runs, strict=True) if run.num_logits]
+        rows = [
+            row for end, run in zip(ends, plan.runs, strict=True)
+            for row in range(end - run.num_logits, end)
+        ]  # fmt: skip
         asked = len(rows)
         parts = [
             (run, live, end)
             for run, live, end in zip(plan.runs, lives, ends, strict=True)
-            if run.end - run.start > 1 or not run.num_logits or _wants_logits(live.request)
+            if run.end - run.start > run.num_logits or _wants_logits(live.request)
         ]
         rows += [row for run, _, end in parts for row in range(end - run.end + run.start, end)]
         at = torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
-        hidden = self._decoder(step.token_ids, self._pools, step.batches, step.new, at)
+        hidden = self._decoder(step.token_ids, self._kv.pools, batches, step.new, at)
         finite = torch.isfinite(hidden[asked:]).all(dim=-1).tolist() if parts else []
         broken, begin = [], 0
         for run, live, _ in parts:
@@ -199,16 +237,19 @@ class PagedEngine:
             logits = self._decoder.logits(hidden[first : first + HEAD_ROWS])
             add_prompt_logprobs(request, start + first, logits)
 
-    def _count(self, plan: StepPlan, lives: list[Live], started: float, seconds: float) -> None:
-        """Share the step's seconds out: what prompts took by their tokens, the rest is decoding."""
+    def _count(
+        self, plan: StepPlan, lives: list[Live], drawn: list[int], started: float, seconds: float
+    ) -> None:
+        """Share the step's seconds out: what prompts took by their tokens, the rest is decoding.
+        drawn: tokens that came of each run."""
         each = seconds / len(plan.token_ids)
         counted: dict[int, tuple[Live, bool]] = {}
-        for run, live in zip(plan.runs, lives, strict=True):
+        for run, live, new in zip(plan.runs, lives, drawn, strict=True):
             tokens = run.end - run.start
             decodes = run.start >= len(live.request.prompt_token_ids)
             counted[id(live.state)] = live, decodes
             if decodes:
-                self.stats.decode_tokens += tokens
+                self.stats.decode_tokens += new if run.num_proposed else tokens
                 self.stats.decode_seconds += each * tokens
             else:
                 self.stats.prefill_tokens += tokens
@@ -222,42 +263,17 @@ class PagedEngine:
             else:
                 request.prefill_seconds += seconds
 
-    def _layer_pools(
-        self, index: int, blocks: int, device: torch.device | str | None = None
-    ) -> KVPools:
-        layer, where = self._decoder.layers[index], device or self.loaded.device
-        return layer_pools(index, layer, blocks, BLOCK_SIZE, self.kv, self.loaded.dtype, where)
 
-    def _num_blocks(self) -> int:
-        """Blocks of each pool that hold tokens."""
-        layers = range(len(self._decoder.layers))
-        a_block = sum(p.nbytes for i in layers for p in self._layer_pools(i, 1, "meta"))
-        longest = -(-self.limits.max_model_len // BLOCK_SIZE)
-        memory, free = self.limits.kv_memory, _free_memory(self.loaded.device)
-        if memory is None:
-            memory = int((free or UNKNOWN_MEMORY) * MEMORY_SHARE)
-            memory = min(memory, (longest * self.limits.max_num_seqs + 1) * a_block)
-        elif free is not None and memory > free:
-            raise UserError(
-                f"kv_memory asks for {memory:,} bytes for keys and values, and {free:,} are free: "
-                "ask for less, or leave it out"
-            )
-        blocks = memory // a_block - 1  # one is nobody's
-        if blocks < 1:
-            raise UserError(
-                f"the memory for keys and values, {memory:,} bytes, holds no more than one block "
-                f"of {BLOCK_SIZE} tokens, which takes {a_block:,}: give it more"
-            )
-        return blocks
+def _asked(plan: StepPlan, lives: list[Live]) -> list[Asked]:
+    """The runs of a plan that logits are computed for."""
+    asked, first = [], 0
+    for run, live in zip(plan.runs, lives, strict=True):
+        if run.num_logits:
+            asked.append(Asked(run, live, first))
+            first += run.num_logits
+    return asked
 
 
 def _wants_logits(request: Request | BeamRequest) -> TypeGuard[Request]:
     """Of its prompt, too."""
     return isinstance(request, Request) and request.wants_prompt_logprobs
-
-
-def _free_memory(device: torch.device) -> int | None:
-    """None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes()

@@ -202,15 +202,14 @@ class Continuation:
         self.stop_reason: str | int | None = None
         self._told = 0  # tokens that `output` has handed out
 
-    @property
-    def must_go_on(self) -> bool:
-        """The next token must not be an end."""
-        return len(self.token_ids) < self.request.params.min_tokens
+    def must_go_on(self, ahead: int = 0) -> bool:
+        """The next token, or the one after `ahead` more, must not be an end."""
+        return len(self.token_ids) + ahead < self.request.params.min_tokens
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take one new token; sets `finish_reason` when it is the last."""
         assert self.finish_reason is None
-        request, params, early = self.request, self.request.params, self.must_go_on
+        request, params, early = self.request, self.request.params, self.must_go_on()
         self.token_ids.append(token_id)
         self.token_times.append(time.perf_counter())
         if self.logprobs is not None and logprobs is not None:

@@ -112,6 +112,20 @@ def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     return _keep_largest(probs, counts)
 
 
+def accept_or_draw(target: Tensor, draft: Tensor, proposed: Tensor, uniforms: Tensor) -> Tensor:
+    """int64 [B], distributed as target [B, vocabulary], from `proposed` tokens drawn from draft.
+
+    That token with probability min(1, target / draft), else one drawn from what the target has
+    above the draft (Leviathan et al. 2023, arXiv:2211.17192, appendix A.1). target, draft, uniforms
+    [B, 2]: float64.
+    """
+    at = proposed.unsqueeze(-1)
+    p, q = (probs.gather(-1, at).squeeze(-1) for probs in (target, draft))
+    above = (target - draft).clamp_(min=0)
+    above = torch.where(above.sum(dim=-1, keepdim=True) == 0, target, above)  # equal, but rounding
+    return torch.where(uniforms[:, 1] * q < p, proposed, draw(above, uniforms[:, 0]))
+
+
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """int64 [B]: the first token at which the running sum of a row exceeds its uniform's share."""
     sums = probs.cumsum(dim=-1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.attention_ops import PagedBatch
 from ..kernels.kv_store_ops import NewTokens
+from .scheduling.config import BLOCK_SIZE
 
 
 class StepInputs(NamedTuple):
@@ -29,10 +30,12 @@ def step_inputs(
     context_lens: Sequence[int],
     tables: Iterable[Sequence[Sequence[int]]],
     device: torch.device,
+    evicted: Sequence[Sequence[int]] = (),
 ) -> StepInputs:
     """The tensors of a step. query_lens, context_lens: tokens of each sequence that run, and those
     with them that it has by then. slots, tables: for each kind of layers, where each token goes,
-    and the blocks of each sequence.
+    and the blocks of each sequence. evicted: for each kind, blocks of each sequence that it has let
+    go of, which are 0 in its table; () where there are none.
 
     Arrays and lists alike. Each is copied to the device once, nothing waits for it.
     """
@@ -46,10 +49,18 @@ def step_inputs(
     starts = starts.to(device, non_blocking=True)
     longest, most = max(query_lens), max(context_lens)
     at = moved(positions)
-    batches = [
-        PagedBatch(_table(rows).to(device, non_blocking=True), lengths, starts, longest, most)
-        for rows in tables
-    ]
+    batches = []
+    for kind, rows in enumerate(tables):
+        lens = lengths
+        if evicted and any(evicted[kind]):
+            rows = [
+                [b for b in r if b] if gone else r
+                for r, gone in zip(rows, evicted[kind], strict=True)
+            ]
+            gone = moved(evicted[kind], torch.int32)
+            lens = lengths - gone * BLOCK_SIZE
+        table = _table(rows).to(device, non_blocking=True)
+        batches.append(PagedBatch(table, lens, starts, longest, most))
     return StepInputs(moved(token_ids), batches, [NewTokens(at, moved(s)) for s in slots])
 
 

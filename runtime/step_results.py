@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,16 @@ from torch import Tensor
 from .engine import fail_not_finite
 from .request import Continuation, Request
 from .sampling.beams import BeamRequest
-from .sampling.picker import NOT_FINITE, Rows, pick
+from .sampling.logprobs import TokenLogprobs
+from .sampling.picker import NOT_FINITE, Picked, Proposed, Rows, pick
 from .scheduling.block_allocator import NULL_BLOCK
 from .scheduling.plan import SequenceRun, StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState, Sequence
+from .speculation.proposer import Verified
+
+if TYPE_CHECKING:
+    from .speculation.speculator import Speculator
 
 Wipe = Callable[[int, list[int]], None]
 
@@ -34,63 +39,108 @@ class Live(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A run that logits were computed for."""
+    """A run that logits were computed for, its first row of them."""
 
     run: SequenceRun
     live: Live
+    first: int
+
+
+class Draw(NamedTuple):
+    """A token to draw from a row of logits. ahead: proposed tokens between the continuation's last
+    one and this."""
+
+    row: int
+    run: SequenceRun
+    continuation: Continuation
+    ahead: list[int]
 
 
 class StepResults:
-    """dtype: of the model. wipe: zeros in blocks of a kind of layers, (kind, blocks)."""
+    """dtype: of the model. wipe: zeros in blocks of a kind of layers, (kind, blocks). speculator:
+    whose proposals runs may verify."""
 
-    def __init__(self, scheduler: Scheduler, dtype: torch.dtype, wipe: Wipe) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dtype: torch.dtype,
+        wipe: Wipe,
+        speculator: Speculator | None = None,
+    ) -> None:
         self._scheduler, self._dtype, self._wipe = scheduler, dtype, wipe
+        self._speculator = speculator
         self._rows: Rows | None = None
 
     def advance(
         self, plan: StepPlan, asked: list[Asked], logits: Tensor, broken: list[Live]
-    ) -> int:
-        """Draw, and tell the scheduler and the requests; how many tokens were drawn.
+    ) -> list[int]:
+        """Draw, and tell the scheduler and the requests; how many tokens came of each run.
 
-        logits: [asked, vocabulary], after the last token of each of these runs of `plan`. broken:
-        whose prompts were found to be not finite.
+        logits: [rows, vocabulary], after the last tokens of these runs of `plan`. broken: whose
+        prompts were found to be not finite.
         """
         broken = list(broken)
-        if not asked:
-            self._fail(broken)
-            self._scheduler.update(plan, [[] for _ in plan.runs])
-            return 0
-        draws = _draws(asked)
-        rows, continuations = [row for row, _ in draws], [c for _, c in draws]
-        if self._rows is None or self._rows.continuations != continuations:
-            self._rows = Rows(continuations, logits.shape[1], logits.device)
-        drawn_from = logits if rows == list(range(len(logits))) else logits[rows]
-        tokens, told = pick(drawn_from, self._rows) if draws else ([], [])
-        new: dict[int, list[int]] = {}  # of the run with this id
-        for row, token in zip(rows, tokens, strict=True):
-            new.setdefault(id(asked[row].run), []).append(token)
-            if token == NOT_FINITE:
-                broken.append(asked[row].live)
+        draws = [draw for each in asked for draw in _draws(each)]
+        tokens, told = self._pick(draws, logits)
+        lives = {id(each.run): each.live for each in asked}
+        broken += [lives[id(d.run)] for d, t in zip(draws, tokens, strict=True) if t == NOT_FINITE]
         choices = self._choose(asked, logits, broken)
         self._fail(broken)
+        new = _take(draws, tokens, told)
         self._scheduler.update(plan, [new.get(id(run), []) for run in plan.runs])
         for state, chosen in choices:
             self._scheduler.advance_beams(state, chosen)
-        for row, continuation, token, entry in zip(rows, continuations, tokens, told, strict=True):
-            if continuation.finish_reason is not None:
-                continue  # its request has failed
-            continuation.append(token, entry)
-            sequence = asked[row].live.state.sequences[continuation.index]
+        for live in dict.fromkeys(lives.values()):
+            self._finish(live)
+        if self._speculator is not None:
+            self._speculator.observe(_verified(asked, draws, logits, new))
+        beams = Counter(id(beam) for _, chosen in choices for beam, _ in chosen)
+        return [len(new.get(id(r), ())) or beams[id(r.sequence)] for r in plan.runs]
+
+    def _pick(self, draws: list[Draw], logits: Tensor) -> Picked:
+        if not draws:
+            return Picked([], [])
+        continuations = [draw.continuation for draw in draws]
+        if self._rows is None or self._rows.continuations != continuations:
+            self._rows = Rows(continuations, logits.shape[1], logits.device)
+        rows = [draw.row for draw in draws]
+        drawn_from = logits if rows == list(range(len(logits))) else logits[rows]
+        return pick(drawn_from, self._rows, self._proposed(draws, logits.device))
+
+    def _proposed(self, draws: list[Draw], device: torch.device) -> Proposed | None:
+        """What the draws have to do with proposals, None where there are none."""
+        if self._speculator is None or not any(draw.ahead for draw in draws):
+            return None
+        rows: list[int] = []
+        tokens: list[int] = []
+        probs: list[Tensor] = []
+        for row, draw in enumerate(draws):
+            proposal, place = self._speculator.proposal(draw.run), len(draw.ahead)
+            if proposal.probs is not None and place < len(proposal.tokens):
+                rows.append(row)
+                tokens.append(proposal.tokens[place])
+                probs.append(proposal.probs[place])
+        ahead = [draw.ahead for draw in draws]
+        if not rows:
+            return Proposed(ahead)
+        at, drawn = (torch.tensor(values, device=device) for values in (rows, tokens))
+        return Proposed(ahead, at, drawn, torch.stack(probs))
+
+    def _finish(self, live: Live) -> None:
+        """Tell the scheduler of the continuations of a request that have ended by themselves."""
+        request, state = live
+        if isinstance(request, BeamRequest) or state.is_over:
+            return
+        for continuation, sequence in zip(request.continuations, state.sequences, strict=False):
             if continuation.finish_reason and sequence.finish_reason is None:
                 self._scheduler.finish(sequence, "stop")
-        return len(tokens) + sum(len(chosen) for _, chosen in choices)
 
     def _choose(
         self, asked: list[Asked], logits: Tensor, broken: list[Live]
     ) -> list[tuple[RequestState, list[tuple[Sequence, int]]]]:
         """How the beams of each request go on; those whose logits are not finite are `broken`."""
         lives = {a.live.request: a.live for a in asked if isinstance(a.live.request, BeamRequest)}
-        row_of = {a.run.sequence: row for row, a in enumerate(asked)} if lives else {}
+        row_of = {a.run.sequence: a.first for a in asked} if lives else {}
         choices = []
         for request, live in lives.items():
             assert isinstance(request, BeamRequest)
@@ -121,14 +171,43 @@ class StepResults:
                 self._wipe(kind, own)
 
 
-def _draws(asked: list[Asked]) -> list[tuple[int, Continuation]]:
-    """Of each row of logits, the continuations that draw from it; beams do not draw."""
-    draws: list[tuple[int, Continuation]] = []
-    for row, (run, (request, state)) in enumerate(asked):
-        if isinstance(request, BeamRequest):
-            continue
-        if run.num_draws > 1:
-            draws += [(row, continuation) for continuation in request.continuations]
-        else:
-            draws.append((row, request.continuations[state.sequences.index(run.sequence)]))
-    return draws
+def _draws(asked: Asked) -> list[Draw]:
+    """Of the rows of a run, each with a continuation that draws from it; beams do not draw."""
+    run, (request, state), row = asked
+    if isinstance(request, BeamRequest):
+        return []
+    if run.num_draws > 1:
+        return [Draw(row, run, continuation, []) for continuation in request.continuations]
+    continuation = request.continuations[state.sequences.index(run.sequence)]
+    proposed = run.sequence.proposed[: run.num_proposed].tolist()
+    return [Draw(row + n, run, continuation, proposed[:n]) for n in range(run.num_logits)]
+
+
+def _take(
+    draws: list[Draw], tokens: list[int], told: list[TokenLogprobs | None]
+) -> dict[int, list[int]]:
+    """Give continuations their tokens, as far as what was proposed before each has come; by the
+    run's id, those that it gave."""
+    new: dict[int, list[int]] = {}
+    for (_, run, continuation, ahead), token, entry in zip(draws, tokens, told, strict=True):
+        taken = new.setdefault(id(run), [])
+        if continuation.finish_reason is None and (not ahead or ahead == taken):
+            continuation.append(token, entry)
+            taken.append(token)
+    return new
+
+
+def _verified(
+    asked: list[Asked], draws: list[Draw], logits: Tensor, new: dict[int, list[int]]
+) -> list[Verified]:
+    """What each run of one continuation said, its last token and its proposals."""
+    last = {id(draw.run): draw for draw in draws}
+    verified = []
+    for run, _, first in asked:
+        count, taken = run.num_logits, new.get(id(run))
+        if taken and run.num_draws == 1:
+            draw = last[id(run)]
+            tokens = [run.sequence.tokens[run.end - count], *draw.ahead]
+            said = logits[first : first + count]
+            verified.append(Verified(draw.continuation, tokens, said, len(taken) - 1))
+    return verified

@@ -152,7 +152,7 @@ def test_what_cannot_run_is_refused_and_others_go_on(folder):
 
     llm = LLM(folder, "cpu", "float32")
     assert isinstance(llm._engine, PagedEngine)
-    block = sum(p.nbytes // len(p.codes) for pair in llm._engine._pools for p in pair)
+    block = sum(p.nbytes // len(p.codes) for pair in llm._engine._kv.pools for p in pair)
     with_engine(folder, refused, kv_memory=14 * block)
 
 

@@ -101,7 +101,7 @@ def test_beams_in_chunks_preempted_or_without_a_prefix_cache_are_the_same(folder
         return [[s.tokens for s in out.sequences] for out in outs]
 
     expected = tokens(llm)
-    pools = llm._engine._pools
+    pools = llm._engine._kv.pools
     block = sum(p.nbytes // len(p.codes) for pair in pools for p in pair)
     for options in (
         {"max_num_batched_tokens": 4, "max_num_seqs": 3},

@@ -107,7 +107,7 @@ def test_random_requests_end_with_an_empty_pool_and_right_tokens(
     folder = save_tiny(tmp_path / family, FAMILIES[family]())
     wide = LLM(folder, "cpu", "float32", max_num_seqs=1)
     assert isinstance(wide._engine, PagedEngine)
-    block = sum(p.nbytes // len(p.codes) for pair in wide._engine._pools for p in pair)
+    block = sum(p.nbytes // len(p.codes) for pair in wide._engine._kv.pools for p in pair)
     llm = LLM(
         folder, "cpu", "float32", max_num_seqs=SEATS, max_num_batched_tokens=BUDGET,
         kv_memory=(BLOCKS + 1) * block,

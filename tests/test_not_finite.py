@@ -52,7 +52,7 @@ def test_its_blocks_are_wiped_and_not_found_by_others(folder):
     """In a pool so small that its blocks are used again at once; its good beginning is common."""
     roomy = LLM(folder, "cpu", "float32")
     assert isinstance(roomy._engine, PagedEngine)
-    block = sum(p.nbytes // len(p.codes) for pair in roomy._engine._pools for p in pair)
+    block = sum(p.nbytes // len(p.codes) for pair in roomy._engine._kv.pools for p in pair)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True,
                             logit_bias={BROKEN: -100})  # fmt: skip
     prompts = [BAD[:28], GOOD[0], BAD[:20]]
@@ -61,7 +61,7 @@ def test_its_blocks_are_wiped_and_not_found_by_others(folder):
     for _ in range(2):
         with pytest.raises(RequestFailed):
             llm.generate([BAD, BAD], params, use_tqdm=False)
-        pools = llm._engine._pools  # type: ignore[union-attr]
+        pools = llm._engine._kv.pools  # type: ignore[union-attr]
         assert all(torch.isfinite(p.codes).all() for pair in pools for p in pair)
         assert [o.outputs for o in llm.generate(prompts, params, use_tqdm=False)] == expected
     assert llm.metrics().kv_usage == 0
@@ -72,7 +72,7 @@ def test_a_long_prompt_fails_in_the_chunk_that_is_broken(folder):
     with pytest.raises(RequestFailed, match="not finite"):
         llm.generate(BAD, use_tqdm=False)
     assert llm.stats.prefill_tokens == 32, "the token is the 29th"
-    pools = llm._engine._pools  # type: ignore[union-attr]
+    pools = llm._engine._kv.pools  # type: ignore[union-attr]
     assert all(torch.isfinite(p.codes).all() for pair in pools for p in pair)
 
 

@@ -45,7 +45,7 @@ def engine(llm: LLM) -> PagedEngine:
 
 def a_block(llm: LLM) -> int:
     """Bytes of one block of all layers."""
-    pools = engine(llm)._pools
+    pools = engine(llm)._kv.pools
     return sum(p.nbytes // len(p.codes) for pair in pools for p in pair)
 
 

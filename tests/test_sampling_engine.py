@@ -215,7 +215,7 @@ def test_preempted_continuations_give_the_same_tokens(folder):
     prompts = [PROMPT, *OTHERS]
     roomy = LLM(folder, "cpu", "float32")
     expected = [o.outputs for o in roomy.generate(prompts, asked, use_tqdm=False)]
-    pools = roomy._engine._pools  # type: ignore[union-attr]
+    pools = roomy._engine._kv.pools  # type: ignore[union-attr]
     block = sum(p.nbytes // len(p.codes) for pair in pools for p in pair)
     tight = LLM(folder, "cpu", "float32", kv_memory=block * 14, enable_prefix_caching=False)
     outs = tight.generate(prompts, asked, use_tqdm=False)

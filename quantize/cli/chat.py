@@ -14,6 +14,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import model_path, say, terminal
+from .generate import guesser_of, say_speculation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +45,10 @@ def chat(
         str,
         typer.Option(help="Format of the KV cache: int8, int4, ..., model: none, auto."),
     ] = "auto",
+    speculate: Annotated[
+        str | None,
+        typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="What each answer took, on standard error.")
     ] = False,
@@ -55,7 +60,10 @@ def chat(
     from ...runtime import LLM, SamplingParams
 
     params = SamplingParams(max_tokens, temperature, top_p, top_k, seed=seed, min_p=min_p)
-    llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv, max_num_seqs=1)
+    guesser = guesser_of(speculate)
+    llm = LLM(
+        model_path(model), device, dtype, kv_cache_dtype=kv, max_num_seqs=1, speculate=guesser
+    )
     for warning in llm.warnings:
         say(warning)
     if not getattr(llm.tokenizer, "chat_template", None):
@@ -149,6 +157,7 @@ def _answer(conversation: Conversation, line: str, console: Console, verbose: bo
         say("stopped")
     if verbose and metrics is not None:
         say(_told(metrics))
+        say_speculation(conversation.llm)
 
 
 def _told(metrics: RequestMetrics) -> str:

@@ -58,6 +58,10 @@ def generate(
             " model: none, auto: as the checkpoint says."
         ),
     ] = "auto",
+    speculate: Annotated[
+        str | None,
+        typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
@@ -73,7 +77,8 @@ def generate(
         max_tokens, temperature, top_p, top_k, stop, seed, ignore_eos, min_p=min_p,
         repetition_penalty=repetition_penalty, structured_outputs=_structured(schema, regex),
     )  # fmt: skip
-    llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv)
+    guesser = guesser_of(speculate)
+    llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser)
     for warning in llm.warnings:
         say(warning)
     if verbose:
@@ -94,6 +99,23 @@ def generate(
         typer.echo()
     if verbose:
         say(_speed(result))
+        say_speculation(llm)
+
+
+def guesser_of(speculate: str | None) -> str | None:
+    """A method that guesses, or the folder of a model that does."""
+    if speculate is None or speculate in ("ngram", "lookahead"):
+        return speculate
+    return str(model_path(speculate))
+
+
+def say_speculation(llm: LLM) -> None:
+    """How guesses went, where there were any."""
+    if told := llm.metrics().speculation:
+        say(
+            f"{told.method}: {told.accepted} of {told.proposed} proposed tokens accepted, "
+            f"{told.tokens_per_step:.2f} tokens a verifying step; {told.note}"
+        )
 
 
 def _structured(schema: Path | None, regex: str | None) -> StructuredOutputsParams | None:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention_ops import AttentionOptions, PagedBatch, paged_attention
+from ...kernels.attention_ops import AttentionOptions, PagedBatch
 from ...kernels.errors import UserError
 from ...kernels.kv_store_ops import HeadNorm, NewTokens, StoreOptions, kv_store
 from ...kernels.norm_ops import Gate, gated_mul, rms_norm
 from ...kernels.paged_kv import BlockPool
 from ...kernels.rotary import Rotary
+from ..attending import attend_blocks
 from .families import FAMILIES, Family, decline_decoder
 from .projection import Projection, in_place, output_head
 
@@ -128,6 +129,7 @@ class DecoderLayer:
             ),
             softcap=getattr(config, "attn_logit_softcapping", None),
             rotated_queries=True,
+            wants_lse=False,
         )
         self.sliding_window = self._attend.sliding_window
         self._mlp = _mlp(layer.mlp, config)
@@ -161,7 +163,7 @@ class DecoderLayer:
                 for norm, y in zip(self._wide_norms, (q, k), strict=True)
             )
         q = kv_store(q, k, v, pools.keys, pools.values, new, self._store)
-        attended = paged_attention(q, pools.keys, pools.values, batch, self._attend).out
+        attended = attend_blocks(q, pools.keys, pools.values, batch, self._attend)
         return self._out(attended.flatten(1))
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
-from ...kernels.attention_ops import AttentionOptions, PagedBatch, paged_attention
+from ...kernels.attention_ops import AttentionOptions, PagedBatch
 from ...kernels.errors import UserError
 from ...kernels.kv_store_ops import NewTokens, StoreOptions, kv_store
 from ...kernels.paged_kv import new_pool
+from ..attending import attend_blocks
 from ..step_inputs import step_inputs
 from .decoder import KVPools
 from .families import FIXED_ROPES, rope_types
@@ -111,7 +112,7 @@ class _Paged:
         keys, values = self._pools[layer]
         stored = StoreOptions(rotate_queries=True)
         q = kv_store(q, k, v, keys, values, self._new[layer], stored)
-        return paged_attention(q, keys, values, self._batches[layer], options).out
+        return attend_blocks(q, keys, values, self._batches[layer], options)
 
 
 class _Seen:
@@ -194,7 +195,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         query, key, value = args[:3]
         scale = kwargs.get("scale") or query.shape[-1] ** -0.5
-        options = AttentionOptions(scale, rotated_queries=True)
+        options = AttentionOptions(scale, rotated_queries=True, wants_lse=False)
         return self.answer(query, key, value, options).transpose(1, 2)
 
 
@@ -217,6 +218,7 @@ def _interface(
         softcap,
         None if s_aux is None else s_aux.float(),
         rotated_queries=True,
+        wants_lse=False,
     )
     calls: _Calls = getattr(module, CALLS)
     return calls.answer(query, key, value, options), None

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
@@ -83,12 +84,19 @@ class Grammar:
     def __init__(self, matcher: Any, bitmask: Tensor) -> None:
         self._matcher, self._bitmask = matcher, bitmask
 
-    def allowed(self) -> Tensor:
-        """int32 [words] on the CPU: a bit for each token, set where it may come next. Good until
-        the next call."""
-        self._bitmask.fill_(-1)  # which xgrammar leaves where all are allowed
-        self._matcher.fill_next_token_bitmask(self._bitmask, 0)
-        return self._bitmask[0]
+    def allowed(self, ahead: Sequence[int] = ()) -> Tensor:
+        """int32 [words] on the CPU: a bit for each token, set where it may come next, or after the
+        tokens `ahead`. Of no meaning where those are not allowed or end it."""
+        bitmask, taken = torch.full_like(self._bitmask, -1), 0  # which are left if all are allowed
+        for token in ahead:
+            if self._matcher.is_terminated() or not self._matcher.accept_token(token):
+                break
+            taken += 1
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(bitmask, 0)
+        if taken:
+            self._matcher.rollback(taken)
+        return bitmask[0]
 
     def accept(self, token_id: int) -> None:
         accepted = self._matcher.accept_token(token_id)

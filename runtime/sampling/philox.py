@@ -32,11 +32,12 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack([even[:, 0], odd[:, 0], even[:, 1], odd[:, 1]], dim=1)
 
 
-def uniforms(seeds: Tensor, steps: Tensor, streams: Tensor) -> Tensor:
+def uniforms(seeds: Tensor, steps: Tensor, streams: Tensor, purpose: int = 0) -> Tensor:
     """float64 [n, 2] in [0, 1), two of 53 bits for each row. seeds: int64 [n], see `as_int64`;
-    steps, streams: int64 [n] from 0 on, the draw's number and the continuation's."""
-    zero = torch.zeros_like(steps)
-    counter = torch.stack([steps & _MASK, streams & _MASK, steps >> 32, zero], dim=1)
+    steps, streams: int64 [n] from 0 on, the draw's number and the continuation's. purpose: tells
+    numbers apart that are drawn at one place for different things."""
+    what = torch.full_like(steps, purpose)
+    counter = torch.stack([steps & _MASK, streams & _MASK, steps >> 32, what], dim=1)
     key = torch.stack([seeds & _MASK, (seeds >> 32) & _MASK], dim=1)
     words = philox4x32(counter, key)
     bits = (words[:, 0::2] >> 5 << 26) | (words[:, 1::2] >> 6)

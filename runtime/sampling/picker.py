@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..sampler import sample, sampling_batch
+from ..sampler import accept_or_draw, probabilities, sample, sampling_batch
 from .adjust import add_bias_, allow_, ban_, penalize_
 from .logprobs import TokenLogprobs, as_dicts, top_logprobs
 from .philox import as_int64, uniforms
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..request import Continuation
 
 NOT_FINITE = -1  # in the place of a token
+Ahead = Sequence[Sequence[int]]
 
 
 class Picked(NamedTuple):
@@ -30,6 +31,17 @@ class Picked(NamedTuple):
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
+
+
+class Proposed(NamedTuple):
+    """What the rows of a step have to do with proposed tokens. ahead: of each row, those that stand
+    between its continuation's last token and the one it draws. rows, tokens: int64 [m], rows whose
+    next token was drawn from probs, float64 [m, vocabulary], and that token."""
+
+    ahead: Sequence[Sequence[int]]
+    rows: Tensor | None = None
+    tokens: Tensor | None = None
+    probs: Tensor | None = None
 
 
 class Rows:
@@ -64,27 +76,30 @@ class Rows:
                 if params[i].reads_prompt
             )
 
-    def uniforms(self) -> Tensor:
+    def uniforms(self, ahead: Ahead) -> Tensor:
         """float64 [rows, 2], of the positions that come next."""
-        steps = torch.tensor([len(c.token_ids) for c in self.continuations])
+        steps = torch.tensor(
+            [len(c.token_ids) + len(a) for c, a in zip(self.continuations, ahead, strict=True)]
+        )
         return uniforms(self._seeds, steps, self._streams).to(self.device, non_blocking=True)
 
-    def adjusted(self, logits: Tensor) -> Tensor:
+    def adjusted(self, logits: Tensor, ahead: Ahead) -> Tensor:
         """The logits that are drawn from; `logits` itself where nobody asks for others."""
-        held_on = [i for i in self._held_on if self.continuations[i].must_go_on]
+        each = self.continuations
+        held_on = [i for i in self._held_on if each[i].must_go_on(len(ahead[i]))]
         if not (self._bias or self._penalized or self._guided or held_on):
             return logits
         logits = logits.to(torch.float32, copy=True)
         if self._guided:
-            self._guide(logits)
+            self._guide(logits, ahead)
         if self._bias:
             add_bias_(logits, *self._bias)
         if held_on:
-            ends = ((i, sorted(self.continuations[i].request.end_token_ids)) for i in held_on)
+            ends = ((i, sorted(each[i].request.end_token_ids)) for i in held_on)
             ban_(logits, self._places(ends))
         if self._penalized:
-            outputs = self._places((i, self.continuations[i].token_ids) for i in self._penalized)
-            penalize_(logits, self._prompts, outputs, *self._penalties)
+            outputs = ((i, [*each[i].token_ids, *ahead[i]]) for i in self._penalized)
+            penalize_(logits, self._prompts, self._places(outputs), *self._penalties)
         return logits
 
     def told(self, logits: Tensor, tokens: Tensor, ids: list[int]) -> list[TokenLogprobs | None]:
@@ -103,11 +118,14 @@ class Rows:
             told[i] = entry
         return told
 
-    def _guide(self, logits: Tensor) -> None:
-        grammars = [g for i in self._guided if (g := self.continuations[i].grammar) is not None]
+    def _guide(self, logits: Tensor, ahead: Ahead) -> None:
         rows = torch.tensor(self._guided, device=self.device)
-        bitmask = torch.stack([grammar.allowed() for grammar in grammars])
-        allow_(logits, rows, bitmask.to(self.device))
+        masks = [
+            grammar.allowed(ahead[i])
+            for i in self._guided
+            if (grammar := self.continuations[i].grammar) is not None
+        ]
+        allow_(logits, rows, torch.stack(masks).to(self.device))
 
     def _biased(self) -> tuple[Tensor, Tensor] | None:
         biases = [(i, c.request.params.logit_bias) for i, c in enumerate(self.continuations)]
@@ -129,11 +147,29 @@ class Rows:
 
 
 @torch.inference_mode()
-def pick(logits: Tensor, rows: Rows) -> Picked:
-    """The next token of each continuation of `rows` from logits [rows, vocabulary]."""
-    changed = rows.adjusted(logits)
-    numbers = torch.empty(0) if rows.batch.all_greedy else rows.uniforms()[:, 0]
-    tokens = sample(changed, rows.batch, numbers)
+def pick(logits: Tensor, rows: Rows, proposed: Proposed | None = None) -> Picked:
+    """The next token of each continuation of `rows` from logits [rows, vocabulary].
+
+    A continuation may stand in several rows, each for the case that the tokens `ahead` of it come.
+    """
+    ahead = [()] * len(rows.continuations) if proposed is None else proposed.ahead
+    changed = rows.adjusted(logits, ahead)
+    numbers = torch.empty(0, 2) if rows.batch.all_greedy else rows.uniforms(ahead)
+    tokens = sample(changed, rows.batch, numbers[:, 0])
+    if proposed is not None and proposed.rows is not None:
+        tokens[proposed.rows] = _verified(changed, rows, proposed, numbers)
     finite = torch.isfinite(logits.amax(dim=-1))
     ids = torch.where(finite, tokens, NOT_FINITE).tolist()
     return Picked(ids, rows.told(logits, tokens, ids))
+
+
+def _verified(logits: Tensor, rows: Rows, proposed: Proposed, numbers: Tensor) -> Tensor:
+    """The tokens of the rows whose proposals were drawn."""
+    at, tokens, draft = proposed.rows, proposed.tokens, proposed.probs
+    assert at is not None and tokens is not None and draft is not None
+    batch = rows.batch
+    part = batch._replace(**{
+        name: getattr(batch, name)[at] for name in ("temperature", "top_k", "top_p", "min_p")
+    })  # fmt: skip
+    target = probabilities(logits[at], part)
+    return accept_or_draw(target, draft, tokens, numbers.to(target.device)[at])

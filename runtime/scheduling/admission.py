@@ -60,7 +60,7 @@ class Admission:
         needed = []
         for kind, settings in enumerate(self.config.kinds):
             peak = self.blocks.peak_blocks(kind, request.max_stored, chunk)
-            common = 0 if settings.sliding_window else shared
+            common = 0 if settings.sliding_window or settings.budget else shared
             needed.append(common + request.n * (peak - common))
         return needed
 
@@ -123,15 +123,17 @@ class Admission:
         path = self.blocks.find(sequence.table, tokens, len(tokens))
         for kind, allocator in enumerate(self.blocks.allocators):
             if self.config.kinds[kind].sliding_window is None:
-                needed[kind] -= sum(allocator.refs[node.blocks[kind]] > 0 for node in path)
+                there = sum(allocator.refs[node.blocks[kind]] > 0 for node in path)
+                needed[kind] = max(0, needed[kind] - there)
         return needed
 
     def _to_come(self, sequence: Sequence) -> list[int]:
         """Blocks that a sequence that runs will take for the tokens that it has."""
         tokens, chunk = len(sequence.tokens), self.config.max_num_batched_tokens
+        table = sequence.table
         return [
-            max(0, self.blocks.peak_blocks(kind, tokens, chunk) - len(blocks) + passed)
-            for kind, (blocks, passed) in enumerate(
-                zip(sequence.table.blocks, sequence.table.passed, strict=True)
+            max(0, self.blocks.peak_blocks(kind, tokens, chunk) - len(blocks) + passed + evicted)
+            for kind, (blocks, passed, evicted) in enumerate(
+                zip(table.blocks, table.passed, table.evicted, strict=True)
             )
         ]

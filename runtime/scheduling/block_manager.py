@@ -38,6 +38,7 @@ class BlockManager:
     def __init__(self, kinds: Sequence[KVKind], block_size: int, prefix_cache: bool) -> None:
         self.block_size = block_size
         self.windows = [kind.sliding_window for kind in kinds]
+        self.budgets = [kind.budget for kind in kinds]
         self.allocators = [BlockAllocator(kind.num_blocks) for kind in kinds]
         self.prefix: PrefixCache | None = None
         if prefix_cache:
@@ -50,7 +51,9 @@ class BlockManager:
     def peak_blocks(self, kind: int, num_tokens: int, chunk: int = 1) -> int:
         """The most blocks that a sequence of `num_tokens` holds at once when it runs in chunks."""
         whole = -(-num_tokens // self.block_size)
-        window = self.windows[kind]
+        window, budget = self.windows[kind], self.budgets[kind]
+        if budget is not None:
+            return min(whole, budget // self.block_size - (-chunk // self.block_size))
         if window is None:
             return whole
         return min(whole, (window + chunk + self.block_size - 3) // self.block_size + 1)
@@ -147,11 +150,23 @@ class BlockManager:
             if seen_from > table.passed[kind]:
                 self._pass(table, kind, seen_from)
 
+    def evict(self, table: BlockTable, kind: int, entries: Iterable[int]) -> None:
+        """Let go of blocks that hold what no later token is to see. Not beside a prefix cache: what
+        is computed from now on is not what it would mean by these tokens."""
+        assert self.prefix is None
+        blocks = table.blocks[kind]
+        for i in entries:
+            assert blocks[i] != NULL_BLOCK
+            self.allocators[kind].release(blocks[i])
+            blocks[i] = NULL_BLOCK
+            table.evicted[kind] += 1
+
     def fork(self, table: BlockTable) -> BlockTable:
         """Another table of the same blocks."""
         other = BlockTable(len(table.blocks), table.node)
         other.num_cached, other.passed = table.num_cached, table.passed[:]
         other.own_from = table.own_from
+        other.evicted, other.heat = table.evicted[:], table.heat[:]
         other.blocks = [blocks[:] for blocks in table.blocks]
         for blocks, allocator in zip(other.blocks, self.allocators, strict=True):
             for block in blocks:
@@ -174,6 +189,7 @@ class BlockManager:
         table.passed = [0] * len(table.passed)
         table.node = self.prefix.root if self.prefix else None
         table.num_cached, table.own_from = 0, None
+        table.evicted, table.heat = [0] * len(table.evicted), array("d")
 
     def disown(self, table: BlockTable) -> None:
         """What this sequence entered into the prefix cache, and all after it, is not to be used."""

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 
 from ...kernels.errors import UserError
 
+BLOCK_SIZE = 16  # tokens of a KV block, where nothing else is said
+
 Policy = Literal["fcfs", "priority"]
 Batching = Literal["continuous", "static"]
 Preemption = Literal["recompute", "swap"]
@@ -18,12 +20,14 @@ class KVKind:
 
     num_blocks: blocks of each of their pools that hold tokens, numbered from 1 on; block 0, which a
     pool has besides, is nobody's (see block_allocator.py). sliding_window: keys that a token sees,
-    itself included; None: all. num_host_blocks: room in host memory for preempted requests.
+    itself included; None: all. num_host_blocks: room in host memory for preempted requests. budget:
+    tokens that a sequence keeps after each step, where others are let go of; None: all.
     """
 
     num_blocks: int
     sliding_window: int | None = None
     num_host_blocks: int = 0
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -47,7 +51,7 @@ class SchedulerConfig:
     """
 
     kinds: tuple[KVKind, ...]
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     policy: Policy = "fcfs"

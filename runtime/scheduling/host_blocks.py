@@ -49,7 +49,12 @@ class HostBlocks:
         for sequence in request.live:
             assert sequence.host_blocks is not None
             table = sequence.table
-            if request.reuse_prefix:
+            if blocks.prefix is None:
+                table.evicted = [
+                    0 if window else host.count(NULL_BLOCK)
+                    for window, host in zip(blocks.windows, sequence.host_blocks, strict=True)
+                ]
+            elif request.reuse_prefix:
                 known = sequence.num_computed + 1
                 if path := blocks.find(table, sequence.tokens, known):
                     blocks.adopt(table, path, known)
