@@ -8,18 +8,26 @@ model, and nothing in the engine needs a lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
 
 from ..kernels.errors import UserError
+from .embeddings import mean_pooled
 from .llm import LLM
 from .metrics import EngineMetrics
+from .patience import Patience
 from .prompts import Messages, Prompt
 from .request import Request, RequestOutput, SamplingParams
 from .streams import EngineDeadError, Item, Stream, put_all
+
+GRAMMAR_SECONDS, MAX_GRAMMARS = 20.0, 4  # that are compiled at once
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -39,7 +47,7 @@ class AsyncEngine:
         self._at_end: Callable[[EngineDeadError], None] | None = None
         self._closing = False
         self._gate = threading.Lock()  # between commands that come and the engine's end
-        self._reader = threading.Lock()  # one prompt is tokenized at a time
+        self._grammars = Patience("making a grammar", GRAMMAR_SECONDS, MAX_GRAMMARS)
         if self.llm.tokenizer is not None:
             self.llm.tokenizer("")  # may change the tokenizer, which decodes in the other thread
         self._thread = threading.Thread(target=self._work, name="lowbit-engine", daemon=True)
@@ -72,19 +80,17 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         delta: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """What has come of `prompt`, after every step that brought something, until `finished`.
 
         delta: texts, tokens and logprobs since the output before, not all so far. Left or cancelled
         before its end, the request is aborted and its blocks are free in the next step. UserError
         for what cannot run, RequestFailed where the model gave no finite logits, EngineDeadError.
         """
-        outputs = self.run(await self.request(prompt, sampling_params, request_id), delta=delta)
-        try:
+        request = await self.request(prompt, sampling_params, request_id)
+        async with contextlib.aclosing(self.run(request, delta=delta)) as outputs:
             async for output in outputs:
                 yield output
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
 
     async def request(
         self,
@@ -94,7 +100,11 @@ class AsyncEngine:
     ) -> Request:
         """What `run` takes, with the prompt's tokens. UserError for what cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return await asyncio.to_thread(self._make, prompt, params, request_id)
+        structured = params.structured_outputs
+        grammar = None
+        if structured is not None:
+            grammar = await self._grammars.run(lambda: self._maker.grammar(structured))
+        return await asyncio.to_thread(self._maker.request, prompt, params, request_id, grammar)
 
     async def run(
         self,
@@ -103,7 +113,7 @@ class AsyncEngine:
         delta: bool = False,
         only_last: bool = False,
         start_within: float | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` of a request that was made. only_last: what it has come to alone.
         start_within: seconds that it may wait for its first step, else NotStarted."""
         stream = Stream(request, asyncio.get_running_loop(), delta, only_last)
@@ -125,7 +135,7 @@ class AsyncEngine:
 
     async def chat_prompt(self, messages: Messages, **options: Any) -> dict[str, Any]:
         """What the chat template makes of a conversation. options: as RequestMaker has them."""
-        return await asyncio.to_thread(self._chat_prompt, messages, options)
+        return await asyncio.to_thread(self._maker.chat_prompt, messages, **options)
 
     async def chat(
         self,
@@ -134,19 +144,17 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         delta: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` with what the chat template makes of a conversation."""
         prompt = await self.chat_prompt(messages)
         outputs = self.generate(prompt, sampling_params, request_id, delta=delta)
-        try:
+        async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """UserError where there is no tokenizer, or `text` is no text."""
-        return await asyncio.to_thread(self._tokenize, text, add_special_tokens)
+        return await asyncio.to_thread(self._maker.tokenize, text, add_special_tokens)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last output, with finish_reason "abort". Nothing if it
@@ -155,20 +163,35 @@ class AsyncEngine:
 
     async def metrics(self) -> EngineMetrics:
         """What the engine is doing and has done, between two steps."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[EngineMetrics] = loop.create_future()
+        return await self._ask(self._engine.metrics)
 
-        def tell(told: EngineMetrics | None) -> None:
+    async def embed(self, token_ids: list[int]) -> Tensor:
+        """See mean_pooled; computed whole, between two steps."""
+        model, device = self.llm.model, self.llm.device
+        return await self._ask(lambda: mean_pooled(model, token_ids, device))
+
+    async def _ask(self, what: Callable[[], T]) -> T:
+        """What it gives in the engine's thread."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def tell(told: T | None, error: BaseException | None) -> None:
             if answer.done():
                 return  # cancelled
-            if told is None:
-                answer.set_exception(self._last_words())
+            if error is not None:
+                answer.set_exception(error)
             else:
-                answer.set_result(told)
+                answer.set_result(cast("T", told))
 
         def ask() -> None:
-            told = None if self._dead else self._engine.metrics()
-            loop.call_soon_threadsafe(tell, told)
+            told, error = None, self._last_words() if self._dead else None
+            if error is None and not answer.cancelled():
+                try:
+                    told = what()
+                except Exception as e:
+                    error = e
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody asks any more
+                loop.call_soon_threadsafe(tell, told, error)
 
         self._send(ask)
         return await answer
@@ -177,18 +200,6 @@ class AsyncEngine:
         """End all requests and the thread."""
         self._try_to_send(self._close)
         self._thread.join()
-
-    def _make(self, prompt: Any, params: SamplingParams, request_id: str | None) -> Request:
-        with self._reader:
-            return self._maker.request(prompt, params, request_id)
-
-    def _tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        with self._reader:
-            return self._maker.tokenize(text, add_special_tokens)
-
-    def _chat_prompt(self, messages: Messages, options: dict[str, Any]) -> dict[str, Any]:
-        with self._reader:
-            return self._maker.chat_prompt(messages, **options)
 
     def _send(self, command: Callable[[], None]) -> None:
         """Have `command` run in the engine's thread, between two steps."""

@@ -3,6 +3,7 @@ that can be seen before anything runs is refused here."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,8 +14,13 @@ from ..kernels.errors import UserError
 from .loader import LoadedModel
 from .request import Request
 from .sampling.beams import BeamRequest
-from .sampling.grammar import GrammarCompiler
-from .sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
+from .sampling.grammar import CompiledGrammar, GrammarCompiler
+from .sampling.params import (
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_vocabulary,
+)
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 Prompts: TypeAlias = "Prompt | Sequence[Prompt]"
@@ -31,21 +37,31 @@ class RequestMaker:
     def __init__(self, loaded: LoadedModel, vocab_size: int, max_model_len: int) -> None:
         self.tokenizer, self._eos_token_ids = loaded.tokenizer, loaded.eos_token_ids
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._reading = threading.Lock()  # one text is tokenized at a time
 
     def request(
-        self, prompt: Any, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
-        """prompt: a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+        """prompt: a string, token ids, {"prompt": text} or {"prompt_token_ids": ids}. grammar: of
+        params.structured_outputs; compiled here where it is None."""
         text, token_ids = self._read(prompt)
         if params.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer, and the model folder has none")
         check_vocabulary(params, self._vocab_size)
-        structured = params.structured_outputs
+        if params.structured_outputs is not None and grammar is None:
+            grammar = self.grammar(params.structured_outputs)
         return Request(
             text, token_ids, params, min(params.max_tokens, self._room(token_ids)),
-            self._eos_token_ids, self.tokenizer, request_id=request_id,
-            grammar=None if structured is None else self._grammars.compile(structured),
+            self._eos_token_ids, self.tokenizer, request_id=request_id, grammar=grammar,
         )  # fmt: skip
+
+    def grammar(self, structured: StructuredOutputsParams) -> CompiledGrammar:
+        """UserError where there can be none."""
+        return self._grammars.compile(structured)
 
     def beams(self, prompt: Any, params: BeamSearchParams) -> BeamRequest:
         _, token_ids = self._read(prompt)
@@ -91,7 +107,8 @@ class RequestMaker:
         if self.tokenizer is None:
             raise UserError("the model folder has no tokenizer: give the prompt as token ids")
         check_text(text)
-        return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        with self._reading:
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -210,12 +210,17 @@ class Continuation:
         """Take one new token; sets `finish_reason` when it is the last."""
         assert self.finish_reason is None
         request, params, early = self.request, self.request.params, self.must_go_on()
+        if self.grammar is not None and not self.grammar.accept(token_id):
+            request.error = request.error or (
+                f"request {request.request_id}: its grammar allows no token after "
+                f"{len(self.token_ids)} of them"
+            )
+            self.end("error")
+            return
         self.token_ids.append(token_id)
         self.token_times.append(time.perf_counter())
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.append(logprobs)
-        if self.grammar is not None:
-            self.grammar.accept(token_id)
         if not early and token_id in request.end_token_ids:
             if token_id not in request.eos_token_ids:
                 self.stop_reason = token_id

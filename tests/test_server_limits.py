@@ -132,7 +132,7 @@ def test_a_full_queue_and_a_long_wait_are_503(folder):
 
 
 def test_a_body_that_does_not_come_and_a_reader_that_does_not_read_are_left(folder):
-    with served(folder, client_timeout=0.3) as server:
+    with served(folder, client_timeout=1.0) as server:
         host, port = server.url.removeprefix("http://").split(":")
         head = (
             "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -145,7 +145,8 @@ def test_a_body_that_does_not_come_and_a_reader_that_does_not_read_are_left(fold
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         with stuck:
             stuck.connect((host, int(port)))
-            body = json.dumps({**ENDLESS, "stream": True, "n": 4, "temperature": 1, "logprobs": 20})
+            large = {"prompt": "x" * 200, "echo": True, "logprobs": 20, "n": 8, "stream": True}
+            body = json.dumps({**large, "max_tokens": 50, "ignore_eos": True})
             head = head.replace("500", str(len(body)))
             stuck.sendall(head.encode() + body.encode())
             line = until(lambda: [x for x in server.requests() if x.get("slow_client")])
@@ -203,7 +204,7 @@ def test_the_engines_death_turns_health_red_and_ends_the_server(folder, monkeypa
 
 
 def test_what_drains_finishes_and_takes_nothing_more(folder):
-    with served(folder) as server, ThreadPoolExecutor(1) as pool:
+    with served(folder, drain_timeout=60.0) as server, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.complete, **ENDLESS)
         until(lambda: server.service.loaded.engine._engine.has_work)
         server.service.drain()
@@ -212,6 +213,20 @@ def test_what_drains_finishes_and_takes_nothing_more(folder):
         assert server.http.get("/ready").status_code == 503
         server.server.should_exit = True
         assert running.result()["usage"]["completion_tokens"] == 240
+
+
+def test_what_does_not_end_in_time_is_told_so(folder):
+    with served(folder, drain_timeout=1.0) as server, ThreadPoolExecutor(1) as pool:
+        engine = server.service.loaded.engine
+        running = pool.submit(server.post, "/v1/completions", ENDLESS)
+        until(lambda: engine._engine.has_work)
+        held = threading.Event()
+        engine._send(lambda: held.wait(30) and None)  # the engine stands still
+        server.server.should_exit = True
+        answer = running.result()
+        held.set()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "shut_down"
+        server.idle()
 
 
 def test_settings_and_addresses_that_cannot_be_are_refused(folder):

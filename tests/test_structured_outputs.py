@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lowbit.kernels.errors import UserError
-from lowbit.runtime import LLM, SamplingParams, StructuredOutputsParams
+from lowbit.runtime import LLM, RequestFailed, SamplingParams, StructuredOutputsParams
 from lowbit.runtime.sampling.adjust import allow_
 
 from .runtime_models import EOS, FAMILIES, byte_tokenizer, save_tiny
@@ -104,6 +104,36 @@ def test_what_is_no_schema_is_refused(folder, asked):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**asked))
     with pytest.raises(UserError, match="structured outputs cannot follow"):
         llm.generate("x", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"grammar": "root ::= root"}, "no text does"),
+        ({"regex": "(" * 300 + "a" + ")" * 300}, "300 deep"),
+        ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "5001 deep"),
+    ],
+)
+def test_grammars_that_lead_nowhere_or_too_deep_are_refused(llm, asked, reason):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**asked))
+    with pytest.raises(UserError, match=reason) as refused:
+        llm.generate("x", params, use_tqdm=False)
+    assert len(str(refused.value)) < 600
+
+
+def test_a_grammar_that_comes_to_a_dead_end_fails_its_request_alone(llm):
+    dead = StructuredOutputsParams(grammar='root ::= "ab" b\nb ::= b')
+    params = [
+        SamplingParams(max_tokens=9, temperature=0, ignore_eos=structured is None,
+                       structured_outputs=structured)
+        for structured in (dead, None)
+    ]  # fmt: skip
+    expected = llm.generate("x", params[1], use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(RequestFailed, match="its grammar allows no token after [0-2]") as failed:
+        llm.generate(["x", "x"], params, use_tqdm=False)
+    assert failed.value.outputs[0].outputs[0].finish_reason == "error"
+    assert failed.value.outputs[1].outputs[0].token_ids == expected
+    assert llm.generate("x", params[1], use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
 def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):

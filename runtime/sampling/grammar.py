@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch import Tensor
 
 from ...kernels.errors import UserError
 from .params import StructuredOutputsParams
+
+CACHE_BYTES = 256 << 20
+MAX_DEPTH = 200  # of brackets in a schema, an expression or a grammar
+MAX_TOLD = 300  # letters of it in a message
 
 
 class GrammarCompiler:
@@ -35,18 +40,28 @@ class GrammarCompiler:
             tokenizer, vocab_size=vocabulary, stop_token_ids=ends or None
         )
         self._vocabulary = vocabulary
-        self._compiler = self._xgrammar.GrammarCompiler(info)  # keeps what it has compiled
+        # It keeps what it has compiled, as far as that goes.
+        self._compiler = self._xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """UserError where xgrammar cannot make a grammar of it."""
+        """UserError where xgrammar cannot make a grammar of it, or no text follows it."""
+        told = _shortened(params)
+        if (depth := _depth(params)) > MAX_DEPTH:
+            raise UserError(
+                f"structured outputs cannot follow {told}: its brackets are {depth} deep, and "
+                f"{MAX_DEPTH} are the most; make it flatter"
+            )
         try:
             compiled = self._compiled(params)
         except (RuntimeError, ValueError) as e:
             reason = str(e).strip().splitlines()
             raise UserError(
-                f"structured outputs cannot follow {params}: {reason[-1] if reason else e}"
+                f"structured outputs cannot follow {told}: {reason[-1] if reason else e}"
             ) from e
-        return CompiledGrammar(self._xgrammar, compiled, self._vocabulary, self._ends_alone)
+        made = CompiledGrammar(self._xgrammar, compiled, self._vocabulary, self._ends_alone)
+        if not made.begin().allowed().any():
+            raise UserError(f"structured outputs cannot follow {told}: no text does")
+        return made
 
     def _compiled(self, params: StructuredOutputsParams) -> Any:
         if params.json_object:
@@ -98,13 +113,35 @@ class Grammar:
             self._matcher.rollback(taken)
         return bitmask[0]
 
-    def accept(self, token_id: int) -> None:
-        accepted = self._matcher.accept_token(token_id)
-        assert accepted, f"token {token_id} was not allowed"
+    def accept(self, token_id: int) -> bool:
+        """False where the token was not allowed: none is, where a grammar leads nowhere."""
+        return self._matcher.accept_token(token_id)
 
     @property
     def is_over(self) -> bool:
         return self._matcher.is_terminated()
+
+
+def _depth(params: StructuredOutputsParams) -> int:
+    """How deep brackets lie in each other: xgrammar's readers call themselves for each."""
+    given = params.json if params.json is not None else params.regex or params.grammar or ""
+    try:
+        text = given if isinstance(given, str) else json.dumps(given)
+    except RecursionError:
+        return sys.getrecursionlimit()
+    depth = deepest = 0
+    for letter in text:
+        if letter in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in ")]}":
+            depth -= 1
+    return deepest
+
+
+def _shortened(params: StructuredOutputsParams) -> str:
+    told = str(params)
+    return told if len(told) <= MAX_TOLD else f"{told[:MAX_TOLD]}..."
 
 
 def _xgrammar() -> Any:

@@ -12,9 +12,11 @@ from starlette.types import ASGIApp
 
 from .chat import chat_routes
 from .completions import completion_routes
+from .embeddings import embedding_routes
 from .errors import add_error_handlers
 from .frame import Frame
 from .gate import Gate
+from .page import page_routes
 from .service import Service
 from .status import status_routes
 from .tokens import token_routes
@@ -43,6 +45,9 @@ def make_routes(service: Service, stop: Callable[[], None]) -> FastAPI:
         redoc_url=None, description="A language model over OpenAI's interface.",
     )  # fmt: skip
     add_error_handlers(app)
-    for routes in (status_routes, completion_routes, chat_routes, token_routes):
+    for routes in (
+        status_routes, completion_routes, chat_routes, embedding_routes, token_routes,
+    ):  # fmt: skip
         app.include_router(routes(service))
+    app.include_router(page_routes())
     return app

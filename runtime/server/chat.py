@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,6 +11,8 @@ from starlette.responses import Response
 
 from ..request import CompletionOutput, RequestOutput
 from .answers import (
+    CalledFunction,
+    CalledTool,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -25,6 +29,7 @@ from .generation import Events, Generation, news, sse, stream, until_gone
 from .messages import as_conversation
 from .protocol import ChatRequest
 from .service import Service
+from .tools import ToolUse, tool_use
 
 
 def chat_routes(service: Service) -> APIRouter:
@@ -34,25 +39,31 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation. With `stream`, server-sent events."""
         context = Context.of(request)
-        generation = await until_gone(request.receive, _begin(service, body, context))
+        generation, use = await until_gone(request.receive, _begin(service, body, context))
         if body.stream:
-            return await stream(request, _events(generation, body))
+            return await stream(request, _events(generation, body, use))
         outputs = await until_gone(request.receive, generation.last())
-        return as_json(_whole(generation, body, outputs[0]))
+        return as_json(_whole(generation, body, use, outputs[0]))
 
     return router
 
 
-async def _begin(service: Service, body: ChatRequest, context: Context) -> Generation:
+async def _begin(
+    service: Service, body: ChatRequest, context: Context
+) -> tuple[Generation, ToolUse]:
     """ApiError or UserError for what cannot run."""
     service.check_model(body.model)
     most = service.most_output(body.asked_tokens())
-    params = body.sampling(most, logprobs=body.counted_logprobs())
-    prompt = await service.ready().engine.chat_prompt(
-        as_conversation(body.messages), **template_options(body)
+    engine = service.ready().engine
+    use = tool_use(body, engine.llm.tokenizer, service.settings.tool_parser)
+    more = {} if use.structure is None else {"structured_outputs": use.structure}
+    params = body.sampling(most, logprobs=body.counted_logprobs(), **more)
+    prompt = await engine.chat_prompt(
+        as_conversation(body.messages), tools=use.tools, **template_options(body)
     )
     name = f"chatcmpl-{context.request_id}"
-    return Generation(service, context, name, [await service.request(prompt, params, name)])
+    requests = [await service.request(prompt, params, name)]
+    return Generation(service, context, name, requests), use
 
 
 def template_options(body: ChatRequest) -> dict[str, Any]:
@@ -65,52 +76,96 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
     return options
 
 
-def _whole(generation: Generation, body: ChatRequest, output: RequestOutput) -> ChatCompletion:
-    choices = [
-        ChatChoice(
-            index=choice.index,
-            message=ChatMessage(content=choice.text),
-            logprobs=chat_logprobs(choice, body.top_logprobs or 0),
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-        )
-        for choice in output.outputs
-    ]
+def _whole(
+    generation: Generation, body: ChatRequest, use: ToolUse, output: RequestOutput
+) -> ChatCompletion:
     return ChatCompletion(
         id=generation.name, created=generation.created, model=generation.model,
-        choices=choices, usage=usage_of([output]),
+        choices=[_choice(choice, body, use) for choice in output.outputs], usage=usage_of([output]),
     )  # fmt: skip
 
 
-async def _events(generation: Generation, body: ChatRequest) -> Events:
+def _choice(choice: CompletionOutput, body: ChatRequest, use: ToolUse) -> ChatChoice:
+    speaker = _Speaker(use)
+    text, calls = speaker.say(choice)
+    return ChatChoice(
+        index=choice.index,
+        message=ChatMessage(
+            content=(text.strip() or None) if calls else text, tool_calls=calls or None
+        ),
+        logprobs=chat_logprobs(choice, body.top_logprobs or 0),
+        finish_reason=speaker.ended,
+        stop_reason=choice.stop_reason,
+    )
+
+
+async def _events(generation: Generation, body: ChatRequest, use: ToolUse) -> Events:
+    speakers = [_Speaker(use) for _ in range(body.n)]
     roles = [DeltaChoice(index=i, delta=Delta(role="assistant", content="")) for i in range(body.n)]
-    begun, ended = False, set[int]()
-    async for _, output in generation.pieces():
-        if not begun:
-            begun = True
-            yield sse(_chunk(generation, roles))
-        choices = [
-            _piece(choice, body)
-            for choice in news(output, quiet=not body.logprobs)
-            if choice.index not in ended
-        ]
-        ended |= {choice.index for choice in choices if choice.finish_reason}
-        if choices:
-            yield sse(_chunk(generation, choices))
+    begun = False
+    async with contextlib.aclosing(generation.pieces()) as pieces:
+        async for _, output in pieces:
+            if not begun:
+                begun = True
+                yield sse(_chunk(generation, roles))
+            choices = [
+                piece
+                for choice in news(output, quiet=not body.logprobs)
+                if speakers[choice.index].ended is None
+                and (piece := _piece(choice, body, speakers[choice.index]))
+            ]
+            if choices:
+                yield sse(_chunk(generation, choices))
     if body.wants_usage:
         chunk = _chunk(generation, [])
         chunk.usage = usage_of(generation.context.told)
         yield sse(chunk)
 
 
-def _piece(choice: CompletionOutput, body: ChatRequest) -> DeltaChoice:
+def _piece(choice: CompletionOutput, body: ChatRequest, speaker: _Speaker) -> DeltaChoice | None:
+    """None where it is not certain yet what its text will be."""
+    text, calls = speaker.say(choice)
+    for call in calls:
+        call.index, speaker.calls = speaker.calls, speaker.calls + 1
+    logprobs = chat_logprobs(choice, body.top_logprobs or 0)
+    if not (text or calls or speaker.ended or logprobs):
+        return None
     return DeltaChoice(
         index=choice.index,
-        delta=Delta(content=choice.text or None),
-        logprobs=chat_logprobs(choice, body.top_logprobs or 0),
-        finish_reason=choice.finish_reason,
+        delta=Delta(content=text or None, tool_calls=calls or None),
+        logprobs=logprobs,
+        finish_reason=speaker.ended,
         stop_reason=choice.stop_reason,
     )
+
+
+class _Speaker:
+    """One continuation as it is told. calls: those told so far, which a stream counts. ended: its
+    finish_reason."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._parser = use.parser()
+        self._called = False
+        self.calls = 0
+        self.ended: str | None = None
+
+    def say(self, choice: CompletionOutput) -> tuple[str, list[CalledTool]]:
+        """What is new of it and certain: text, and calls."""
+        text, calls = self._parser.push(choice.text)
+        if choice.finish_reason is not None:
+            more, last = self._parser.finish()
+            text, calls = text + more, calls + last
+        self._called = self._called or bool(calls)
+        if choice.finish_reason is not None:
+            called = self._called and choice.finish_reason == "stop"
+            self.ended = "tool_calls" if called else choice.finish_reason
+        return text, [
+            CalledTool(
+                id=f"call_{uuid.uuid4().hex[:24]}",
+                function=CalledFunction(name=call.name, arguments=call.arguments),
+            )
+            for call in calls
+        ]
 
 
 def _chunk(generation: Generation, choices: list[DeltaChoice]) -> ChatChunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 from fastapi import APIRouter, Request
@@ -61,16 +62,17 @@ def _whole(
 
 async def _events(generation: Generation, body: CompletionRequest) -> Events:
     said: dict[int, _Choice] = {}
-    async for number, output in generation.pieces():
-        choices = []
-        for choice in news(output, quiet=body.logprobs is None):
-            index = number * body.n + choice.index
-            if index not in said:
-                said[index] = _Choice(generation, body, index)
-            if not said[index].ended:
-                choices.append(said[index].say(output, choice))
-        if choices:
-            yield sse(_answer(generation, choices))
+    async with contextlib.aclosing(generation.pieces()) as pieces:
+        async for number, output in pieces:
+            choices = []
+            for choice in news(output, quiet=body.logprobs is None):
+                index = number * body.n + choice.index
+                if index not in said:
+                    said[index] = _Choice(generation, body, index)
+                if not said[index].ended:
+                    choices.append(said[index].say(output, choice))
+            if choices:
+                yield sse(_answer(generation, choices))
     if body.wants_usage:
         answer = _answer(generation, [])
         answer.usage = usage_of(generation.context.told)

@@ -17,6 +17,7 @@ from ..prompts import PromptTooLong
 from ..request import RequestFailed
 from ..streams import EngineDeadError, NotStarted
 
+MAX_MESSAGE = 1000  # letters
 RETRY_SECONDS = 1  # what a client is told to wait where nobody can know
 
 _TYPES = {
@@ -59,7 +60,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        message = self.message
+        if len(message) > MAX_MESSAGE:  # which may quote what was sent
+            message = f"{message[:MAX_MESSAGE]}..."
+        told = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
     def response(self) -> Response:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..request import RequestOutput
-from .errors import as_api_error
+from .errors import ApiError, as_api_error
 from .logs import log
 from .metrics import ServerMetrics
 
@@ -65,6 +65,11 @@ class Frame:
             await self._app(scope, receive, self._send(context, send))
         except ClientGone:
             context.outcome = "client_gone"
+        except asyncio.CancelledError:  # by uvicorn, when the time to drain is over
+            context.outcome = "shut_down"
+            if context.status is None:
+                late = ApiError(503, "the server has ended", code="shut_down", retry_after=5)
+                await late.response()(scope, receive, self._send(context, send))
         except Exception as e:  # the last resort: another request must not suffer from it
             context.outcome = "fault"
             log("fault", logging.ERROR, e, request_id=context.request_id)

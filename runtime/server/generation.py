@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -71,7 +71,7 @@ class Generation:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(which request, what is new of it), as they come."""
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue()
         with self._ready.places.take(self._places):
@@ -113,7 +113,7 @@ class Generation:
             async for output in outputs:
                 yield output
         finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
+            await outputs.aclose()
             told = request.output(delta=True)
             self.context.told.append(told)
             self.service.metrics.finished(told)

@@ -28,6 +28,7 @@ class ServerMetrics:
 
     def __init__(self, model_name: str) -> None:
         self._registry, self._model = CollectorRegistry(), model_name
+        self._counted = 0  # output tokens of the engine
         self._running = self._gauge("num_requests_running", "Requests that run.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for their turn.")
         self._kv_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 is all of them.")
@@ -70,7 +71,6 @@ class ServerMetrics:
         self._prompt.inc(told.prefill_tokens)
         self._queries.inc(told.prefill_tokens)
         self._hits.inc(told.cached_tokens)
-        self._generated.inc(told.output_tokens)
         self._preemptions.inc(told.preemptions)
         self._prompts.observe(told.prefill_tokens)
         self._outputs.observe(told.output_tokens)
@@ -85,8 +85,15 @@ class ServerMetrics:
         for seconds in told.itl:
             self._itl.observe(seconds)
 
+    def warm(self, output_tokens: int) -> None:
+        """The engine has made so many tokens before anybody asked."""
+        self._counted = output_tokens
+
     def text(self, engine: EngineMetrics | None) -> bytes:
         """In Prometheus' text format. engine: what it is doing now; None: there is none."""
+        if engine:
+            self._generated.inc(engine.output_tokens - self._counted)
+            self._counted = engine.output_tokens
         self._running.set(engine.running if engine else 0)
         self._waiting.set(engine.waiting if engine else 0)
         self._kv_usage.set((engine.kv_usage if engine else None) or 0.0)

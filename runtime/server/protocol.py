@@ -138,12 +138,7 @@ class CompletionRequest(Sampling):
             raise UserError("suffix is not supported: this model completes at the end")
         if self.best_of not in (None, self.n):
             raise UserError(f"best_of is {self.best_of}: only n, {self.n}, is supported")
-        given = self.prompt
-        alone = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
-        prompts: list[Any] = [given] if alone else list(given)
-        if not 0 < len(prompts) <= MAX_PROMPTS:
-            raise UserError(f"prompt has {len(prompts)} prompts: from 1 to {MAX_PROMPTS} may be")
-        return prompts
+        return as_prompts(self.prompt, "prompt")
 
     def params(self, most: int) -> SamplingParams:
         asked = min(DEFAULT_TOKENS, most) if self.max_tokens is None else self.max_tokens
@@ -248,6 +243,15 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: str | None = None
+
+
+def as_prompts(given: str | list[Any], field: str) -> list[Any]:
+    """One text or list of token ids, or several, as a list of them. field: whose value it is."""
+    alone = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+    prompts: list[Any] = [given] if alone else list(given)
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise UserError(f"{field} has {len(prompts)} texts: from 1 to {MAX_PROMPTS} may be")
+    return prompts
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .service import Service
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+SEND_BUFFER = 64 << 10  # bytes of a connection that wait in the kernel for a slow reader
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -71,6 +72,7 @@ def bind(host: str, port: int, client_timeout: float) -> socket.socket:
         raise UserError(
             f"cannot listen at {host}, port {port}: {e.strerror}; give another --host or --port"
         ) from e
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     seconds = max(1, round(client_timeout))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

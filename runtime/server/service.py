@@ -145,6 +145,7 @@ class Service:
 
         ready.engine.at_end(at_end)
         llm = ready.engine.llm
+        self.metrics.warm(llm.metrics().output_tokens)
         log(
             "ready", model=self.settings.model_name, seconds=round(seconds, 2), engine=llm.engine,
             device=str(llm.device), dtype=str(llm.dtype), max_tokens=ready.most_tokens,

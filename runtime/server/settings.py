@@ -11,6 +11,7 @@ _AT_LEAST = {
     "max_queue": 0, "max_body_bytes": 1, "max_prompt_tokens": 1, "max_output_tokens": 1,
     "rate_limit": 1,
 }  # fmt: skip
+TOOL_PARSERS = ("auto", "hermes", "llama3", "none")
 _SECONDS = ("queue_timeout", "client_timeout", "drain_timeout")
 
 
@@ -47,6 +48,10 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} must be at least {least}, got {value}")
+        if self.tool_parser not in TOOL_PARSERS:
+            raise UserError(
+                f"tool_parser must be one of {', '.join(TOOL_PARSERS)}, got '{self.tool_parser}'"
+            )
         for name in _SECONDS:
             value = getattr(self, name)
             if not 0 < value < math.inf:
