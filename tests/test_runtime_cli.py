@@ -86,3 +86,12 @@ def test_the_format_of_the_cache_arrives_and_is_named(checkpoint):
     rounded, plain = run(*options, "--kv", "k2v2"), run(*options)
     assert rounded.stdout == expected + "\n" != plain.stdout
     assert "KV cache: K int2" in rounded.stderr and "KV cache: as computed" in plain.stderr
+
+
+def test_guesses_change_no_text_and_are_told_of(checkpoint):
+    options = (str(checkpoint), "ab ab ab", "--no-chat", "--max-tokens", "12", "--dtype", "float32")
+    plain = run(*options)
+    for method in ("ngram", "lookahead", str(checkpoint)):
+        guessed = run(*options, "--speculate", method, "--verbose")
+        assert guessed.stdout == plain.stdout
+        assert f"{method}: " in guessed.stderr and "proposed tokens accepted" in guessed.stderr
