@@ -23,6 +23,7 @@ from ..kernels.errors import UserError
 from ..quantize.gguf.as_folder import contents_behind
 from ..quantize.kv_names import describe_kv
 from .divergence import DivergenceTally
+from .generation import GenerationPlan, measure_generation
 from .linears import linear_results
 from .perplexity import NllTally, Scorer, log_probabilities
 from .protocols import tokenizing
@@ -74,6 +75,7 @@ def measure_models(
     protocol: str | None = None,
     noise_floor: bool = False,
     tasks: Sequence[Task] = (),
+    generation: GenerationPlan | None = None,
     inputs: str = "exact",
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
@@ -83,6 +85,7 @@ def measure_models(
     (quantize/kv_names.py) for all models but the base or, by name, for some; "auto" for what each
     checkpoint says. `protocol`: the name of the windowing, for the report. `noise_floor`: measure
     the base in bfloat16 against itself, too. `tasks`: questions that each model is to answer.
+    `generation`: prompts that each goes on from.
     `inputs`: "llama.cpp" rounds those of GGUF files as llama.cpp does (llamacpp_inputs.py).
     Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
     """
@@ -110,7 +113,12 @@ def measure_models(
     answered = _answered(loaded, tasks, tokenizer, base)
     del floor, loaded  # their memory is wanted by the processes that measure speed
     speeds = _speeds(folders, speed, where, caches)
-    told = {"speed": speeds, "kv": stored, "tasks": answered, "inputs": read}
+    said = {}
+    if generation is not None:
+        said = measure_generation(folders, generation, base, used, where, caches)
+    told = {
+        "speed": speeds, "kv": stored, "tasks": answered, "inputs": read, "generation": said,
+    }  # fmt: skip
     rows = _rows(folders, nll, kld, sizes, told)
     measured = _protocol(text, windowing, windows, rows[0].perplexity.tokens)
     measured = replace(

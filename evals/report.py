@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .divergence import ConfidenceBucket, Divergence
+from .generation import Generation
 from .linears import LinearResult
 from .perplexity import Perplexity
 from .results import header
@@ -89,6 +90,7 @@ class Row(NamedTuple):
     linears: list[LinearResult] | None = None
     tasks: list[TaskResult] | None = None
     inputs: str | None = None  # whose rounding of what matrices read was imitated
+    generation: Generation | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Report:
                 if r.divergence is not None
             ),
             *(f"{r.name}, {_task(t)}" for r in self.rows for t in r.tasks or []),
+            *(f"{r.name}, {_generation(g)}" for r in self.rows if (g := r.generation) is not None),
             *([] if self.noise_floor is None else [_floor(self.noise_floor)]),
             *DEFINITIONS,
         ]
@@ -214,6 +217,18 @@ def _task(t: TaskResult) -> str:
     return (
         f"{told}; right alone: base {p.only_base}, model {p.only_model}, McNemar p {p.p_value:.3f}"
     )
+
+
+def _generation(g: Generation) -> str:
+    told = (
+        f"generation, {g.prompts} prompts, up to {g.new_tokens} tokens: runs of four repeated "
+        f"{g.repetition:.1%}, loops {g.loops}"
+    )
+    if g.same is None:
+        return told
+    place = g.first_difference
+    first = "" if place is None else f", the first other token at {place:g} (median)"
+    return f"{told}, as the base {g.same}{first}"
 
 
 def _floor(d: Divergence) -> str:

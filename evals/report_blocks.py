@@ -1,60 +1,39 @@
 """A summary as headings, sentences, tables and figures, each number with its value.
 
 A page is made of these by report_page.py, Markdown by report_markdown.py: what they say is decided
-here once. A `Piece` with a value shows a number of the summary; the text of others holds none of
-its own, so that every number of a page can be looked up (and a test does).
+here once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
+from .history import FORMAT as HISTORY
+from .report_generation import generations
+from .report_history import history_blocks
+from .report_pieces import (
+    Block,
+    Cell,
+    Figure,
+    Heading,
+    Piece,
+    Sentence,
+    Table,
+    number,
+    with_error,
+)
+from .report_serving import serving, serving_figures
 from .summary import Json
 
 WORST = 5  # linears that are listed
 
 
-class Piece(NamedTuple):
-    """Text, and the number that it shows; None for words."""
-
-    text: str
-    value: float | int | None = None
-
-
-Cell = list[Piece]
-
-
-class Heading(NamedTuple):
-    level: int
-    text: str
-
-
-class Sentence(NamedTuple):
-    pieces: Cell
-    strong: bool = False
-
-
-class Table(NamedTuple):
-    """The first column holds names, the others numbers."""
-
-    headings: list[str]
-    rows: list[list[Cell]]
-
-
-class Figure(NamedTuple):
-    """`kind`: which plot of evals/report_plots.py; `group`: of the summary, by place."""
-
-    kind: str
-    caption: str
-    group: int
-
-
-Block = Heading | Sentence | Table | Figure
-
-
 def blocks(summary: Json) -> Iterator[Block]:
     """All that a report shows, in order."""
+    if summary["format"] == HISTORY:
+        yield from history_blocks(summary)
+        yield from _sources(summary, 3)
+        return
     several = len(summary["groups"]) > 1
     for i, group in enumerate(summary["groups"]):
         if several:
@@ -66,7 +45,11 @@ def blocks(summary: Json) -> Iterator[Block]:
         yield from _details(group)
         yield Heading(3, "Protocol")
         yield from _protocol(group)
-    yield Heading(2 if several else 3, "Sources")
+    yield from _sources(summary, 2 if several else 3)
+
+
+def _sources(summary: Json, level: int) -> Iterator[Block]:
+    yield Heading(level, "Sources")
     for source in summary["sources"]:
         p = source["producer"]
         words = f"{source['file']}: {p['name']} {p['version']} {p['command']}, {source['created']}"
@@ -76,20 +59,21 @@ def blocks(summary: Json) -> Iterator[Block]:
 def _title(group: Json) -> str:
     p = group["protocol"]
     if p is None:
-        return "Made, not measured"
+        return "Not measured on a text"
     base = next((r["label"] for r in group["rows"] if r["is_base"]), None)
     return f"{base or group['rows'][0]['label']}, {p['name'] or p['text']}"
 
 
 def _verdicts(group: Json) -> Iterator[Block]:
     if group["recommendation"] is not None:
-        yield Sentence(_recommendation(group["recommendation"]), strong=True)
+        yield Sentence(_recommendation(group["recommendation"], group["rows"]), strong=True)
     for row in group["rows"]:
         if row["verdict"] is not None:
             yield Sentence(_verdict(row), strong=True)
 
 
-def _recommendation(found: Json) -> Cell:
+def _recommendation(found: Json, rows: Sequence[Json]) -> Cell:
+    """What to take, with the words that grade it: what fits best may still be far off."""
     asked, nearest = found["asked"], found["nearest"]
     limits = {
         "max_bytes": (" of at most {} MB", ".1f", 1e-6), "max_kld": (" within {} nats", "g", 1),
@@ -101,7 +85,8 @@ def _recommendation(found: Json) -> Cell:
             before, _, after = words.partition("{}")
             pieces += [Piece(before), *number(asked[name], form, scale), Piece(after)]
     if found["row"]:
-        return [*pieces, Piece(f": {found['row']}.")]
+        verdict = next((r["verdict"] for r in rows if r["name"] == found["row"]), None)
+        return [*pieces, Piece(f": {found['row']}" + (f", {verdict}." if verdict else "."))]
     return [
         *pieces, Piece("; the nearest: "), *number(nearest["bytes"], ".1f", 1e-6), Piece(" MB, "),
         *number(nearest["kld"], ".4f"), Piece(" nats, "), *number(nearest["speed"], ".1f"),
@@ -119,16 +104,6 @@ def _verdict(row: Json) -> Cell:
     if ratio is not None and ratio["faster"] is not None:
         said += [Piece(", decode "), Piece(f"{ratio['faster']:.1f}×", ratio["faster"])]
     return [*said, Piece(f"; {row['verdict']}.")]
-
-
-def number(value: float | int | None, form: str, scale: float = 1) -> Cell:
-    """A number times `scale` in a format of Python's; a dash where there is none."""
-    return [Piece("-")] if value is None else [Piece(f"{value * scale:{form}}", value)]
-
-
-def with_error(value: float | None, error: float | None, form: str) -> Cell:
-    shown = number(value, form)
-    return shown if error is None else [*shown, Piece(" ± "), *number(error, form)]
 
 
 def _at(name: str, key: str, form: str, error: bool = False) -> Callable[[Json], Cell | None]:
@@ -186,10 +161,13 @@ def _figures(group: Json, place: int) -> Iterator[Block]:
         yield Figure("size", "Divergence against size; the line joins what nothing beats", place)
     if any(row.get("speed") for row in compared):
         yield Figure("speed", "Divergence against decode speed", place)
+    if any(row["throughput"] for row in compared):
+        yield Figure("throughput", "Divergence against output tokens/s of serving", place)
     if compared:
         yield Figure("quantiles", "Divergence of the worst positions", place)
     if any(row["layers"] for row in group["rows"]):
         yield Figure("layers", "Calibration error and bits by decoder layer", place)
+    yield from serving_figures(group["rows"], place)
 
 
 def _details(group: Json) -> Iterator[Block]:
@@ -207,6 +185,10 @@ def _details(group: Json) -> Iterator[Block]:
     if tasks := [(row, task) for row in group["rows"] for task in row.get("tasks") or []]:
         yield Heading(3, "Tasks")
         yield _tasks(tasks)
+    yield from generations(group["rows"])
+    for row in group["rows"]:
+        if row.get("bench") is not None:
+            yield from serving(row)
     if (worst := _worst(group["rows"])).rows:
         yield Heading(3, "Linears with the largest errors")
         yield worst

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from .report_blocks import Cell, Figure, Heading, Sentence, Table, blocks
+from .report_blocks import blocks
+from .report_pieces import Cell, Figure, Heading, Piece, Sentence, Table, Texts
 from .summary import Json
 
 SPECIAL = re.compile(r"([\\`*_\[\]<>|])")
@@ -25,6 +26,9 @@ def markdown(summary: Json, title: str) -> str:
         elif isinstance(block, Sentence):
             text = _text(block.pieces)
             lines.append(f"- **{text}**" if block.strong else f"- {text}")
+        elif isinstance(block, Texts):
+            cells = [[[Piece(text)] for text in row] for row in block.rows]
+            lines += [*_table(Table(block.headings, cells)), ""]
         else:
             lines += [*_table(block), ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .report_blocks import Block, Figure, Heading, Sentence, blocks
+from .report_blocks import blocks
+from .report_pieces import Block, Figure, Heading, Sentence, Texts
 from .report_plots import figure_svg
 from .report_style import STYLE
 from .summary import Json
@@ -37,6 +38,12 @@ TEMPLATE = """<!DOCTYPE html>
 {% elif kind == "sentence" %}<p>{{ cell(block.pieces) }}</p>
 {% elif kind == "figure" %}<figure>{{ block.svg|safe }}<figcaption>{{ block.caption }}</figcaption>\
 </figure>
+{% elif kind == "texts" %}<div class="table"><table class="texts">
+<thead><tr>{% for h in block.headings %}<th scope="col">{{ h }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in block.rows %}<tr>{% for text in row %}<td>{{ text }}</td>{% endfor %}</tr>
+{% endfor %}</tbody>
+</table></div>
 {% else %}<div class="table"><table>
 <thead><tr>{% for h in block.headings %}<th scope="col">{{ h }}</th>{% endfor %}</tr></thead>
 <tbody>
@@ -79,4 +86,4 @@ def _shown(block: Block, summary: Json, place: int) -> tuple[str, Any]:
     if isinstance(block, Figure):
         svg = figure_svg(block.kind, summary["groups"][block.group], f"f{place}")
         return "figure", {"svg": svg, "caption": block.caption}
-    return "table", block
+    return ("texts" if isinstance(block, Texts) else "table"), block

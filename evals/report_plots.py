@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .report_history import draw_history
+from .report_serving_plots import draw_latency, draw_memory
 from .results import require_extra
 from .summary import Json
 
@@ -144,6 +146,11 @@ def _speed(axes: list[Axes], group: Json) -> None:
     axes[0].set_xlabel("decode, tokens/s")
 
 
+def _throughput(axes: list[Axes], group: Json) -> None:
+    _scatter(axes[0], group, lambda r: r["throughput"], group["pareto"]["throughput"])
+    axes[0].set_xlabel("output tokens/s of serving")
+
+
 def _quantiles(axes: list[Axes], group: Json) -> None:
     for row in _compared(group):
         heights = [max(row["divergence"][key], LOWEST) for key in LEVELS.values()]
@@ -181,6 +188,10 @@ Draw = Callable[[list[Any], Json], None]
 PLOTS: dict[str, tuple[Draw, int]] = {  # how, and in how many panels
     "size": (_size, 1),
     "speed": (_speed, 1),
+    "throughput": (_throughput, 1),
     "quantiles": (_quantiles, 1),
     "layers": (_layers, 2),
+    "latency": (draw_latency, 2),
+    "memory": (draw_memory, 1),
+    "history": (draw_history, 1),
 }

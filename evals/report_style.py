@@ -24,6 +24,7 @@ th:first-child { text-align: left; position: sticky; left: 0; background: var(--
 tbody th { font-weight: 500; }
 thead th { color: var(--soft); font-weight: 600; white-space: normal; overflow-wrap: normal;
   vertical-align: bottom; }
+table.texts td { white-space: pre-wrap; text-align: left; vertical-align: top; min-width: 14rem; }
 figure { margin: 1rem 0; max-width: 40rem; }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }
 figcaption { color: var(--soft); font-size: 0.85rem; }

@@ -51,6 +51,13 @@ TASK = record({
     "task": STRING, "questions": COUNT, "accuracy": SHARE, "accuracy_stderr": maybe(NUMBER),
     "accuracy_norm": SHARE, "accuracy_norm_stderr": maybe(NUMBER), "paired": maybe(PAIRED),
 })  # fmt: skip
+SAMPLE = record({"prompt": STRING, "base": maybe(STRING), "text": STRING})
+GENERATION = record({
+    "prompts": COUNT, "new_tokens": COUNT, "repetition": SHARE, "loops": COUNT,
+    "same": maybe(COUNT), "first_difference": maybe(NUMBER),
+    "differences": maybe({"type": "array", "items": maybe(COUNT)}),
+    "samples": {"type": "array", "items": SAMPLE},
+})  # fmt: skip
 MADE = record(
     {"method": maybe(STRING), "seconds": maybe(NUMBER)},
     {"scheme": maybe(STRING), "peak_memory": maybe(COUNT), "cpu_seconds": maybe(NUMBER)},
@@ -61,7 +68,7 @@ ROW = record(
         "perplexity": maybe(PERPLEXITY), "divergence": maybe(DIVERGENCE), "speed": maybe(SPEED),
         "kv": maybe(STRING), "linears": maybe({"type": "array", "items": LINEAR}),
         "tasks": maybe({"type": "array", "items": TASK}), "made": maybe(MADE),
-        "bench": maybe(BENCH),
+        "bench": maybe(BENCH), "generation": maybe(GENERATION),
         "inputs": maybe(STRING),
     },
 )  # fmt: skip

@@ -37,7 +37,7 @@ def summarize(files: Sequence[tuple[str, Json]]) -> Json:
             for row in results["rows"]:
                 _merge(made.setdefault(row["path"], {"source": name}), row)
             continue
-        group = groups.setdefault(_comparable(results), _group(results))
+        group = groups.setdefault(comparable(results), _group(results))
         group["noise_floor"] = group["noise_floor"] or results.get("noise_floor")
         _add(group["rows"], results, name)
     measured = [row for group in groups.values() for row in group["rows"]]
@@ -81,7 +81,7 @@ def grade(kld: float, noise_floor: float | None) -> str:
     return next(words for limit, words in GRADES if kld < limit)
 
 
-def _comparable(results: Json) -> str:
+def comparable(results: Json) -> str:
     """Equal for results whose numbers can be compared."""
     p = results["protocol"]
     base = next((r["path"] for r in results["rows"] if r["name"] == p["base"]), None)
@@ -114,11 +114,12 @@ def _add(rows: list[Json], results: Json, source: str) -> None:
 
 
 def _derive(group: Json) -> None:
-    """Labels, ratios to the base, verdicts and Pareto fronts; rows in order of their size."""
+    """Labels, ratios to the base, verdicts and Pareto fronts; rows in order of their size, equal
+    ones by divergence and name."""
     rows = group["rows"]
     for row in rows:
         row.setdefault("is_base", False)
-    rows.sort(key=lambda r: (not r["is_base"], -(r["size"] or {}).get("file_bytes", 0)))
+    rows.sort(key=_order)
     _label(rows)
     base = rows[0] if rows and rows[0]["is_base"] else None
     floor = group["noise_floor"]
@@ -135,6 +136,12 @@ def _derive(group: Json) -> None:
     }
 
 
+def _order(row: Json) -> tuple[Any, ...]:
+    nbytes = (row["size"] or {}).get("file_bytes", 0)
+    kld = (row.get("divergence") or {}).get("kld_mean", math.inf)
+    return not row["is_base"], -nbytes, kld, name_of(row), row["path"]
+
+
 def best_throughput(bench: Json | None) -> float | None:
     """Output tokens a second under the load where there were most; None where none was measured."""
     loads = [] if bench is None else bench["loads"]
@@ -142,9 +149,14 @@ def best_throughput(bench: Json | None) -> float | None:
     return max(rates, default=None)
 
 
+def name_of(row: Json) -> str:
+    """What a row is called outside its file."""
+    return Path(row["path"]).name if row["name"] in GENERIC else row["name"]
+
+
 def _label(rows: list[Json]) -> None:
     for row in rows:
-        name = Path(row["path"]).name if row["name"] in GENERIC else row["name"]
+        name = name_of(row)
         taken = {r.get("label") for r in rows}
         row["label"] = name if name not in taken else f"{name} ({row['path']})"
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lowbit.evals.bench.checks import Check
+from lowbit.evals.bench.latency import SLO, Spread
+from lowbit.evals.bench.load import ClosedLoop, Lengths, LoadPlan
+from lowbit.evals.bench.memory import MemorySplit
+from lowbit.evals.bench.roofline import Ceilings, Phase
+from lowbit.evals.bench.served import Cell, QuantileSpreads, Ratio, Served, describe
+from lowbit.evals.bench.session import Bench, Roofline
 from lowbit.evals.divergence import CONFIDENCE, ConfidenceBucket, Divergence
 from lowbit.evals.linears import LinearResult
 from lowbit.evals.perplexity import Perplexity
-from lowbit.evals.report import Environment, Protocol, Report, Row
+from lowbit.evals.report import Environment, Protocol, Report, Row, plain
 from lowbit.evals.size import SizeReport
 from lowbit.evals.speed import DecodeSpeed
 from lowbit.evals.windows import Windowing
@@ -67,3 +74,36 @@ def _divergence(kld: float) -> Divergence:
             for low, high in pairs
         ),
     )  # fmt: skip
+
+
+def sample_bench(factor: float = 1.0) -> dict[str, Any]:
+    """Two variants under two loads, one of which failed; `factor`: times faster than the first."""
+    good = Check(16, 640, 0.998, 0.95)
+    bad = Check(0, 0, None, None, "request 3 failed: out of order")
+    loads, ratios = [], []
+    for clients in (8, 2):
+        lengths = Lengths(100, 200), Lengths(32, 32)
+        load = describe(LoadPlan(16, ClosedLoop(clients), *lengths, source="a text"))
+        seconds = clients * 0.075 / factor
+        times = QuantileSpreads(*(_spread(seconds * share) for share in (1.0, 1.5, 2.25)))
+        rate = _spread(100.0 * factor * clients / 8)
+        plain_one = Served("plain", load, 3, good, times, times, times, rate, rate, rate)
+        failed = Served("other", load, 3, bad)
+        loads += [plain_one, plain_one._replace(variant="other") if clients == 8 else failed]
+        if clients == 8:
+            ratios.append(Ratio("other", "plain", load, _spread(1.5), _spread(0.5), None))
+    sweep = [Cell("plain", 4, 128, 3, good, _spread(2000.0), _spread(400.0)),
+             Cell("other", 4, 128, 3, bad)]  # fmt: skip
+    phase = Phase("decode", 4, 128, 0.01, 0.005, 0.002, "memory", 0.5, 30e6, 4e6)
+    memory = {"plain": MemorySplit(120_000_000, 40_000_000, 10_000_000, 33_000_000, 600_000_000),
+              "other": MemorySplit(120_000_000, 20_000_000, None, None, 700_000_000)}  # fmt: skip
+    roofline = Roofline(Ceilings(30.5e9, 410.25e9, "bfloat16"), 119_000_000, 23040.0, [phase])
+    options = {"plain": {}, "other": {"batching": "static"}}
+    slo = vars(SLO(ttft=0.5, tpot=0.05))
+    return plain(
+        Bench("lowbit, paged engine", options, slo, loads, ratios, sweep, memory, roofline)
+    )
+
+
+def _spread(middle: float) -> Spread:
+    return Spread(middle, middle * 0.9, middle * 1.2)

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import typer
 from lowbit.evals.report import plain
-from lowbit.evals.report_blocks import COLUMNS, QUANTILES, Table, blocks
+from lowbit.evals.report_blocks import blocks
 from lowbit.evals.report_markdown import markdown
 from lowbit.evals.report_page import html
-from lowbit.evals.report_plots import COLOURS, INK, figure_svg
+from lowbit.evals.report_pieces import Table
+from lowbit.evals.report_plots import COLOURS, INK, PLOTS, figure_svg
 from lowbit.evals.results import header, numbers_of
 from lowbit.evals.summary import GRADES, WITHIN_NOISE, grade, pareto_front, summarize
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli.report import report
 from typer.testing import CliRunner
 
-from .results_sample import sample_report
+from .results_sample import sample_bench, sample_report
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,6 +51,10 @@ def summary() -> dict[str, Any]:
         {"name": "w1", "path": "/made/w1", "size": size, "made": made},
         {"name": "new", "path": "/made/new", "size": size, "made": {**made, "seconds": 11.5}},
     ]
+    served = {**ran, "rows": [
+        {"name": "w1", "path": "/made/w1", "size": size, "bench": sample_bench()},
+        {"name": "fake", "path": "http://other/v1", "size": None, "bench": sample_bench(3.0)},
+    ]}  # fmt: skip
     tasked = results(models=1)
     tasked["rows"][1]["tasks"] = [{
         "task": "riddles <i>", "questions": 40, "accuracy": 0.675, "accuracy_stderr": 0.0741,
@@ -58,7 +63,7 @@ def summary() -> dict[str, Any]:
     }]  # fmt: skip
     other = results(text_sha256="cd" * 32, name="llama.cpp-512")
     return summarize([("a.json", tasked), ("b.json", results()), ("run.json", ran),
-                      ("other.json", other)])  # fmt: skip
+                      ("other.json", other), ("served.json", served)])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def test_rows_of_one_protocol_stand_together(summary: dict[str, Any]) -> None:
     assert [row["is_base"] for row in first["rows"]].count(True) == 1
     assert first["rows"][1]["made"]["seconds"] == 77.25, "from the run's file, by its path"
     assert second["protocol"]["name"] == "llama.cpp-512" and len(second["rows"]) == 3
-    assert third["protocol"] is None and [r["label"] for r in third["rows"]] == ["new"]
+    assert third["protocol"] is None
+    assert [r["label"] for r in third["rows"]] == ["new", "fake"]
+    assert first["rows"][1]["bench"]["loads"], "from the bench's file, by its path"
 
 
 def test_ratios_are_those_of_the_rows(summary: dict[str, Any]) -> None:
@@ -138,7 +145,7 @@ def test_every_number_on_the_page_is_in_the_json(page: str, summary: dict[str, A
     for value, text in shown:
         assert float(value) in known, (value, text)
         assert shows(text, float(value)), (value, text)
-    headings = [t for t, _ in COLUMNS] + list(QUANTILES.values())
+    headings = [h for b in blocks(summary) if isinstance(b, Table) for h in b.headings]
     words = " ".join([*strings_of(summary), *headings, "What it <cost> & gained"])
     for text in texts_of(root):
         for found in re.findall(r"\d[\d.,]*", text):
@@ -146,13 +153,13 @@ def test_every_number_on_the_page_is_in_the_json(page: str, summary: dict[str, A
 
 
 def shows(text: str, value: float) -> bool:
-    """Whether `text` is `value` rounded, perhaps in percent or in millions."""
+    """Whether `text` is `value` rounded, perhaps in percent, thousandths, millions or billions."""
     said = float(text.rstrip("%×").replace(",", ""))
     scale = 0.01 if text.endswith("%") else 1.0
     digits = re.sub(r"e.*", "", text.rstrip("%×")).partition(".")[2]
     exponent = int(text.partition("e")[2] or 0)
     half = 0.5001 * 10.0 ** (exponent - len(digits)) * scale
-    return any(abs(said * scale * s - value) <= half * s for s in (1.0, 1e6)) or (
+    return any(abs(said * scale * s - value) <= half * s for s in (1.0, 1e6, 1e-3, 1e9)) or (
         "." not in text or abs(said * scale / value - 1) < 5.1e-3
     )
 
@@ -176,7 +183,7 @@ def texts_of(root: ET.Element) -> list[str]:
 
 
 def test_figures_are_drawn_in_the_pages_ink(summary: dict[str, Any]) -> None:
-    drawn = {k: figure_svg(k, summary["groups"][0], k) for k in ("size", "speed", "layers")}
+    drawn = {k: figure_svg(k, summary["groups"][0], k) for k in PLOTS if k != "history"}
     for svg in drawn.values():
         assert "currentColor" in svg and INK not in svg and COLOURS[0] in svg
         assert "width=" not in svg.partition(">")[0] and "viewBox" in svg.partition(">")[0]
@@ -199,6 +206,18 @@ def test_a_row_has_the_same_colour_in_all_figures() -> None:
     speed, size = (figure_svg(kind, group, kind) for kind in ("speed", "size"))
     assert COLOURS[0] in size and COLOURS[1] in size
     assert COLOURS[0] not in speed and COLOURS[1] in speed
+
+
+def test_what_serving_took_is_shown(page: str, summary: dict[str, Any]) -> None:
+    group = summary["groups"][2]
+    assert group["rows"][1]["throughput"] == 300.0, "the most of any load"
+    text = markdown(summary, "Title")
+    assert "| plain | clients: 8 | 600.0 |" in text and "| other over plain | clients: 8 |" in text
+    assert "other: no numbers, request 3 failed: out of order" in text
+    assert "| decode | 4 | 128 | 10.00 | 5.00 | 2.00 | memory | 50.0% |" in text
+    drawn = figure_svg("latency", group, "x"), figure_svg("memory", group, "x")
+    assert "fake, plain, p99" in drawn[0] and "activations" in drawn[1]
+    assert page.count("Serving: fake") == 1
 
 
 def test_markdown_holds_the_same_numbers(summary: dict[str, Any]) -> None:

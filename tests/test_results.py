@@ -17,6 +17,7 @@ from lowbit.evals.bench.roofline import Ceilings, Phase
 from lowbit.evals.bench.served import Cell, QuantileSpreads, Ratio, Served
 from lowbit.evals.bench.session import Bench, Roofline
 from lowbit.evals.divergence import ConfidenceBucket, Divergence
+from lowbit.evals.generation import Generation, Sample
 from lowbit.evals.linears import LinearResult
 from lowbit.evals.perplexity import Perplexity
 from lowbit.evals.report import Environment, Protocol, Report, Row, plain
@@ -52,7 +53,8 @@ def test_the_published_schema_is_the_one_in_use() -> None:
         (Ratio, bench_schema.RATIO), (Cell, bench_schema.CELL), (Check, bench_schema.CHECK),
         (MemorySplit, bench_schema.MEMORY), (Ceilings, bench_schema.CEILINGS),
         (Phase, bench_schema.PHASE), (Roofline, bench_schema.ROOFLINE), (SLO, bench_schema.SLO),
-        (Bench, bench_schema.BENCH),
+        (Bench, bench_schema.BENCH), (Generation, results_schema.GENERATION),
+        (Sample, results_schema.SAMPLE),
     ],
 )  # fmt: skip
 def test_the_schema_names_every_field(kind: Any, schema: dict[str, Any]) -> None:
@@ -105,9 +107,16 @@ def test_files_that_are_missing_or_no_json_are_refused(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("[1]")
     with pytest.raises(UserError, match="holds a list"):
         read_results(tmp_path / "r.json")
-    (tmp_path / "r.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        read_results(tmp_path / "r.json")
+    with pytest.raises(UserError, match="is a folder, not a results file"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "notes of a run"])
+def test_what_is_no_json_was_never_downloaded(tmp_path: Path, content: str) -> None:
+    (tmp_path / "r.txt").write_text(content)
+    with pytest.raises(UserError, match="no results file .* quantize eval --report") as refusal:
+        read_results(tmp_path / "r.txt")
+    assert "download" not in str(refusal.value)
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ COMPARISONS: dict[str, tuple[Variant, ...]] = {  # the first is what the others 
     ),
     "kv": tuple(
         Variant(f"KV {name}", {"kv_cache_dtype": name})
-        for name in ("model", "int8", "fp8_dynamic", "int4")
+        for name in ("model", "int8", "fp8_dynamic", "int4_hadamard")
     ),
     "speculation": (
         Variant("no speculation", {}),

@@ -11,6 +11,7 @@ from ...kernels.errors import UserError
 from .common import model_path, say
 
 if TYPE_CHECKING:
+    from ...evals.generation import GenerationPlan
     from ...evals.windows import Windowing
 
 WINDOWS = 10  # where neither a protocol nor their number is named
@@ -78,6 +79,12 @@ def evaluate(
         list[Path] | None,
         typer.Option(help="Also multiple-choice questions: FILE.jsonl (repeat), docs/evals.md."),
     ] = None,
+    generate: Annotated[
+        int,
+        typer.Option(
+            help="Also continue so many passages of the text: loops, and where it leaves the base."
+        ),
+    ] = 0,
     noise_floor: Annotated[
         bool,
         typer.Option("--noise-floor", help="Also the base in bfloat16 against itself."),
@@ -128,12 +135,22 @@ def evaluate(
         protocol=protocol,
         noise_floor=noise_floor,
         tasks=asked,
+        generation=_generation(generate, loaded.text, tokenizer) if generate else None,
         inputs=inputs,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
         report.write_text(written, encoding="utf-8")
     typer.echo(result.to_json() if as_json else result.to_markdown(), nl=False)
+
+
+def _generation(count: int, text: str, tokenizer: Any) -> GenerationPlan:
+    """So many prompts from a text."""
+    from ...calib.text import tokenize
+    from ...evals.generation import PROMPT_TOKENS, SPACING, GenerationPlan, cut_prompts
+
+    tokens = tokenize(text, tokenizer, max(count, 1) * PROMPT_TOKENS * SPACING).tolist()
+    return GenerationPlan(cut_prompts(tokens, count))
 
 
 def chosen_windowing(

@@ -25,6 +25,10 @@ def report(
     title: Annotated[
         str, typer.Option(help="The heading of the page.")
     ] = "What quantization cost and gained",
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="The files are of one project over time: what has changed."),
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the file if it exists.")
     ] = False,
@@ -32,10 +36,13 @@ def report(
     """Put results on one page: verdicts, table, Pareto plots, errors by layer, protocol.
 
     The HTML file needs no other: it is light or dark as the reader's system is, and prints. Results
-    by different protocols stand apart; a run's file adds its errors to the rows of its checkpoint.
+    by different protocols stand apart; a run's file adds its errors to the rows of its checkpoint,
+    a bench's its latencies. With --history, each model and metric over time instead, and what is
+    worse than the best before it by more than the noise of both.
 
     Example: quantize report w4.json w8.json -o report.html
     """
+    from ...evals.history import history as over_time
     from ...evals.results import read_results
     from ...evals.summary import summarize
 
@@ -46,7 +53,8 @@ def report(
         raise UserError(f"no such folder for the report: {out.absolute().parent}")
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; give --overwrite to replace it, or another name")
-    summary = summarize([(path.name, read_results(path)) for path in results])
+    files = [(path.name, read_results(path)) for path in results]
+    summary = over_time(files) if history else summarize(files)
     if out.suffix == ".json":
         text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
     elif out.suffix == ".md":
@@ -58,5 +66,6 @@ def report(
 
         text = html(summary, title)
     out.write_text(text, encoding="utf-8")
-    rows = sum(len(group["rows"]) for group in summary["groups"])
-    say(f"wrote {out}: {rows} models from {len(results)} files")
+    kind, what = ("series", "series") if history else ("rows", "models")
+    shown = sum(len(group[kind]) for group in summary["groups"])
+    say(f"wrote {out}: {shown} {what} from {len(results)} files")
