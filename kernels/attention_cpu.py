@@ -198,16 +198,18 @@ def _gathered(
 ) -> Tensor:
     """`gather_blocks`, if it fits into memory number `which` that the thread keeps for it: new
     pages from the system would take longer than the products."""
-    count = len(rows) * pool.block_size * pool.head_dim
-    if pool.fmt is not None or count > KEYS_AT_ONCE or pool.codes.dtype != dtype:
+    codes = pool.codes
+    seqs, (_, heads, size, dim) = len(tables), codes.shape
+    count = len(rows) * size * dim
+    if pool.fmt is not None or count > KEYS_AT_ONCE or codes.dtype != dtype:
         return gather_blocks(pool, tables, dtype, rows)
     kept = _kept.parts.get((which, dtype))
     if kept is None:
         with torch.inference_mode(False):
             kept = _kept.parts[which, dtype] = torch.empty(KEYS_AT_ONCE, dtype=dtype)
-    out = kept[:count].view(len(rows), -1)
-    torch.index_select(pool.codes.flatten(0, 1).flatten(1), 0, rows, out=out)
-    return out.view(len(tables), pool.kv_heads, -1, pool.head_dim)
+    out = kept[:count].view(-1, size * dim)
+    torch.index_select(codes.view(-1, size * dim), 0, rows, out=out)
+    return out.view(seqs, heads, -1, dim)
 
 
 class _Member(NamedTuple):

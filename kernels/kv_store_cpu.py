@@ -50,9 +50,12 @@ def _store(
         size, heads = pool.block_size, pool.kv_heads
         kept, rows = tokens.once(("rows", size, heads), lambda s=size, h=heads: _rows(tokens, s, h))
         x = x if kept is None else x[kept]
-        entries = x.reshape(-1, x.shape[-1]).to(pool.codes.dtype)
-        pool.codes.view(-1, pool.codes.shape[-1]).index_copy_(0, rows, entries)
-    return q.to(dtype)
+        codes, width = pool.codes, x.shape[-1]
+        entries = x.reshape(-1, width)
+        if codes.dtype != entries.dtype:
+            entries = entries.to(codes.dtype)
+        codes.view(-1, width).index_copy_(0, rows, entries)
+    return q if q.dtype == dtype else q.to(dtype)
 
 
 def _side_by_side(q: Tensor, k: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ def _decline(problem: NormProblem) -> str | None:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normed:
     if residual is not None:
         x = x + residual
-    return Normed(F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps), x)
+    if weight.dtype != x.dtype:
+        weight = weight.to(x.dtype)
+    return Normed(F.rms_norm(x, weight.shape, weight, eps), x)
 
 
 def _gated_mul(gate_up: Tensor, gate: Gate) -> Tensor:
