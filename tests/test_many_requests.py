@@ -23,6 +23,7 @@ from lowbit.runtime.scheduling.integrity import check_scheduler
 from transformers import AutoModelForCausalLM
 
 from .runtime_models import FAMILIES, VOCAB, save_tiny
+from .test_speculation import always
 
 BLOCKS, SEATS, BUDGET = 14, 8, 40
 CLOSE = 2e-3  # of logits, and of probabilities
@@ -93,16 +94,19 @@ def check_tokens(hf: Any, request: Request) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "count"),
+    ("family", "count", "options"),
     [
-        ("qwen2", 200),
-        ("gemma3", 60),
-        pytest.param("qwen2", 2000, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2000, marks=pytest.mark.slow),
+        ("qwen2", 200, {}),
+        ("gemma3", 60, {}),
+        ("gemma3", 60, {"speculate": "lookahead", "swap_memory": 1 << 18}),
+        pytest.param("qwen2", 2000, {}, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2000, {}, marks=pytest.mark.slow),
+        pytest.param("qwen2", 2000, {"speculate": "ngram"}, marks=pytest.mark.slow),
     ],
+    ids=lambda v: "-".join(v) or "plain" if isinstance(v, dict) else str(v),
 )
 def test_random_requests_end_with_an_empty_pool_and_right_tokens(
-    family: str, count: int, tmp_path: Path
+    family: str, count: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = save_tiny(tmp_path / family, FAMILIES[family]())
     wide = LLM(folder, "cpu", "float32", max_num_seqs=1)
@@ -110,8 +114,10 @@ def test_random_requests_end_with_an_empty_pool_and_right_tokens(
     block = sum(p.nbytes // len(p.codes) for pair in wide._engine._kv.pools for p in pair)
     llm = LLM(
         folder, "cpu", "float32", max_num_seqs=SEATS, max_num_batched_tokens=BUDGET,
-        kv_memory=(BLOCKS + 1) * block,
+        kv_memory=(BLOCKS + 1) * block, **options,
     )  # fmt: skip
+    if "speculate" in options:
+        always(llm)
     requests = drive(llm, count, random.Random(count))
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     checked = sum(check_tokens(hf, request) for request in requests)
