@@ -71,6 +71,8 @@ def load_text(source: str, split: Split, tokenizer: Any = None) -> Text:
         text = _file(Path(source), tokenizer)
     elif hub.DATASET_ID.fullmatch(source) and not source.endswith((".txt", ".jsonl")):
         text = _documents(hub.dataset_rows(source, DATASET_SPLITS[split]), tokenizer)
+    elif Path(source).is_dir():
+        raise UserError(f"{source} is a folder, not a text file; name a file in it")
     else:
         raise UserError(
             f"no text file '{source}', and it is not one of {', '.join(named)} or a data set "

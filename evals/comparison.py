@@ -23,8 +23,8 @@ from ..quantize.recipe import Recipe
 from .made import made
 from .matrix_rows import MatrixRow, PeerRow
 from .matrix_study import BASE, RUN, ModelStudy, Settings, file_name, read_json, write_json
-from .measure import measure_models, plan_windowing
-from .protocols import windowing_for
+from .measure import measure_models
+from .protocols import chosen_windowing
 from .report import DEFINITIONS, Report, Row, plain
 from .results import header
 from .speed import PROMPT_TOKENS, SpeedPlan, decode_speed_apart
@@ -69,10 +69,8 @@ class Comparison(ModelStudy):
     def windowing(self) -> Windowing:
         """Of the evaluation text."""
         s = self.settings
-        limit = s.windows or None
-        if s.protocol is not None:
-            return windowing_for(s.protocol, [self.model], self._tokenizer, limit)
-        return plan_windowing([self.model], s.ctx or None, windows=limit, skip=s.skip)
+        given = {name: value for name, value in (("ctx", s.ctx), ("skip", s.skip)) if value}
+        return chosen_windowing(s.protocol, [self.model], self._tokenizer, s.windows or None, given)
 
     def results_file(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
         """The results of those candidates that have one. UserError where none has."""

@@ -22,8 +22,9 @@ from ..kernels.errors import UserError
 from . import peers
 from .matrix_rows import MatrixRow, PeerRow
 from .matrix_table import Result
-from .measure import measure_models, plan_windowing
+from .measure import measure_models
 from .process_cost import CommandFailed, run_command
+from .protocols import plan_windowing
 from .report import Report, Row
 
 BASE = "base"

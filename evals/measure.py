@@ -7,10 +7,10 @@ once and serve every candidate, and nothing but running sums outlives the window
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +22,22 @@ from ..kernels.device import resolve_device
 from ..kernels.errors import UserError
 from ..quantize.gguf.as_folder import contents_behind
 from ..quantize.kv_names import describe_kv
+from ..quantize.planning.foresee import duration
 from .divergence import DivergenceTally
 from .generation import GenerationPlan, measure_generation
 from .linears import linear_results
 from .perplexity import NllTally, Scorer, log_probabilities
 from .protocols import tokenizing
 from .report import Protocol, Report, Row, environment
-from .scorer import context_limit, load_scorer
+from .scorer import load_scorer
 from .size import SizeReport, size_report
 from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
 from .tasks import Task, TaskResult, answers, task_result
-from .windows import Bos, Window, Windowing, cut_windows
+from .windows import Window, Windowing, cut_windows
 
-DEFAULT_CTX = 2048
+WORTH_SAYING = 20.0  # seconds that a pass still takes
 FLOOR_DTYPE = "bfloat16"
 FLOOR = "\0noise floor"  # beside the models' names, of which none is like it
-
-
-def plan_windowing(
-    folders: list[Path],
-    ctx: int | None = None,
-    stride: int | None = None,
-    bos: str = "none",
-    windows: int | None = 10,
-    skip: int = 0,
-) -> Windowing:
-    """The windowing asked for, within the positions that every model takes.
-
-    `ctx` None: 2048, or the models' limit where that is lower. `stride` None: ctx. Raises UserError
-    for a ctx beyond the limit.
-    """
-    limits = {folder: limit for folder in folders if (limit := context_limit(folder)) is not None}
-    lowest = min(limits.values(), default=None)
-    if ctx is None:
-        ctx = min(DEFAULT_CTX, lowest or DEFAULT_CTX)
-    for folder, limit in limits.items():
-        if ctx > limit:
-            raise UserError(f"ctx {ctx} exceeds the {limit} positions of {folder}; lower --ctx")
-    return Windowing(ctx, ctx if stride is None else stride, cast("Bos", bos), windows, skip)
 
 
 def measure_models(
@@ -77,6 +55,7 @@ def measure_models(
     tasks: Sequence[Task] = (),
     generation: GenerationPlan | None = None,
     inputs: str = "exact",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
     the divergence of every other from it; with a `speed` plan, decode speed and peak memory.
@@ -87,7 +66,8 @@ def measure_models(
     the base in bfloat16 against itself, too. `tasks`: questions that each model is to answer.
     `generation`: prompts that each goes on from.
     `inputs`: "llama.cpp" rounds those of GGUF files as llama.cpp does (llamacpp_inputs.py).
-    Progress goes to standard error. Raises UserError for a model or text that cannot be measured.
+    `say` is told what a long pass will take. Progress goes to standard error. Raises UserError for
+    a model or text that cannot be measured.
     """
     start = time.perf_counter()
     assert models and (base is None or base in models), (list(models), base)
@@ -99,9 +79,7 @@ def measure_models(
         text_ids(text.text, tokenizer, windowing), windowing, tokenizer.bos_token_id
     )
     sizes = {name: size_report(folder) for name, folder in folders.items()}
-    given = dict.fromkeys(folders, kv) if isinstance(kv, str) else kv
-    caches = {name: "auto" if name == base else given.get(name, "auto") for name in folders}
-    read = _inputs(folders, inputs)
+    caches, read = _caches(folders, kv, base), _inputs(folders, inputs)
     loaded = {
         name: load_scorer(folder, dtype, where, caches[name], read.get(name, "exact"))
         for name, folder in folders.items()
@@ -109,7 +87,7 @@ def measure_models(
     stored = {name: describe_kv(s.kv.spec) for name, s in loaded.items() if s.kv is not None}
     used = str(loaded[first].dtype).removeprefix("torch.")
     floor = {FLOOR: _floor_scorer(folders, base, used, where)} if noise_floor else {}
-    nll, kld = _tally({**loaded, **floor}, windows, base)
+    nll, kld = _tally({**loaded, **floor}, windows, base, say)
     answered = _answered(loaded, tasks, tokenizer, base)
     del floor, loaded  # their memory is wanted by the processes that measure speed
     speeds = _speeds(folders, speed, where, caches)
@@ -120,10 +98,10 @@ def measure_models(
         "speed": speeds, "kv": stored, "tasks": answered, "inputs": read, "generation": said,
     }  # fmt: skip
     rows = _rows(folders, nll, kld, sizes, told)
-    measured = _protocol(text, windowing, windows, rows[0].perplexity.tokens)
     measured = replace(
-        measured, base=base, tokenizer=str(folders[first]), dtype=used, name=protocol
-    )
+        _protocol(text, windowing, windows, rows[0].perplexity.tokens),
+        base=base, tokenizer=str(folders[first]), dtype=used, name=protocol,
+    )  # fmt: skip
     noise = kld[FLOOR].result() if noise_floor else None
     return Report(measured, environment(where), rows, time.perf_counter() - start, noise)
 
@@ -189,6 +167,14 @@ def _floor_scorer(
     return load_scorer(folders[base], FLOOR_DTYPE, where)
 
 
+def _caches(
+    folders: Mapping[str, Path], kv: str | Mapping[str, str], base: str | None
+) -> dict[str, str]:
+    """The format of each model's cache; the base's is what its checkpoint says."""
+    given = dict.fromkeys(folders, kv) if isinstance(kv, str) else kv
+    return {name: "auto" if name == base else given.get(name, "auto") for name in folders}
+
+
 def _inputs(folders: Mapping[str, Path], inputs: str) -> dict[str, str]:
     """How inputs are rounded, of the models whose are: those of GGUF files. UserError where that is
     asked for and none is one."""
@@ -207,16 +193,21 @@ def _origin(folder: Path) -> str:
 
 
 def _tally(
-    scorers: Mapping[str, Scorer], windows: list[Window], base: str | None
+    scorers: Mapping[str, Scorer],
+    windows: list[Window],
+    base: str | None,
+    say: Callable[[str], None],
 ) -> tuple[dict[str, NllTally], dict[str, DivergenceTally]]:
-    """The sums over all windows, of each model and of each but the base against it."""
+    """The sums over all windows, of each model and of each but the base against it. The first two
+    windows tell what the rest will take: the first warms up."""
     others = [name for name in scorers if name != base]
     nll = {name: NllTally() for name in scorers}
     kld = {name: DivergenceTally() for name in others if base is not None}
     steps = len(windows) * len(scorers)
     keep_freed_memory()
     with tqdm(total=steps, desc="measuring", unit="window", disable=None) as bar:
-        for window in windows:
+        for number, window in enumerate(windows):
+            start = time.perf_counter()
             reference = None
             for name in ([base] if base is not None else []) + others:
                 log_probs = log_probabilities(scorers[name], window)
@@ -227,6 +218,11 @@ def _tally(
                     kld[name].add(reference, log_probs, window)
                 del log_probs  # before the next model makes its own
                 bar.update()
+            if number == 1:
+                left = len(windows) - 2
+                seconds = left * (time.perf_counter() - start)
+                if seconds > WORTH_SAYING:
+                    say(f"about {duration(seconds)} for the other {left:,} windows")
     return nll, kld
 
 

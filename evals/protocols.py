@@ -1,4 +1,5 @@
-"""Perplexity protocols by name: the windows by which others publish their numbers.
+"""The windows that are measured: as asked for, or by the name of a protocol, by whose windows
+others publish their numbers.
 
     hf-2048         GPTQ's and most papers' tables: windows of 2048 tokens that do not overlap, all
                     of the text but a partial window at its end
@@ -16,13 +17,14 @@ text is but a few windows long.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..kernels.errors import UserError, did_you_mean
-from .windows import Windowing
+from .windows import Bos, Windowing
 
+DEFAULT_CTX = 2048
 RECIPE_CTX = 1024  # of transformers' recipe: the positions of the model in it
 
 
@@ -76,10 +78,62 @@ def windowing_for(
     name: str, folders: list[Path], tokenizer: Any, windows: int | None = None
 ) -> Windowing:
     """The same for the models in `folders`, whose texts `tokenizer` cuts."""
+    lowest = min(_limits(folders).values(), default=None)
+    return named_windowing(name, lowest, tokenizing(tokenizer), windows)
+
+
+def chosen_windowing(
+    protocol: str | None,
+    folders: list[Path],
+    tokenizer: Any,
+    windows: int | None,
+    given: Mapping[str, Any],
+) -> Windowing:
+    """The windows of the protocol, or those that `given` (arguments of `plan_windowing`) says, for
+    the models in `folders`, whose texts `tokenizer` cuts.
+
+    windows: at most so many, None for the whole text. UserError where one is given beside a
+    protocol, which says them all.
+    """
+    check_alone(protocol, given)
+    if protocol is None:
+        return plan_windowing(folders, windows=windows, **given)
+    return windowing_for(protocol, folders, tokenizer, windows)
+
+
+def check_alone(protocol: str | None, given: Iterable[str]) -> None:
+    """UserError where an option that a protocol says is given beside one."""
+    for name in given if protocol is not None else ():
+        raise UserError(f"--protocol {protocol} says what --{name} would; give one of the two")
+
+
+def plan_windowing(
+    folders: list[Path],
+    ctx: int | None = None,
+    stride: int | None = None,
+    bos: str = "none",
+    windows: int | None = 10,
+    skip: int = 0,
+) -> Windowing:
+    """The windowing asked for, within the positions that every model takes.
+
+    `ctx` None: 2048, or the models' limit where that is lower. `stride` None: ctx. Raises UserError
+    for a ctx beyond the limit.
+    """
+    limits = _limits(folders)
+    if ctx is None:
+        ctx = min(DEFAULT_CTX, *limits.values()) if limits else DEFAULT_CTX
+    for folder, limit in limits.items():
+        if ctx > limit:
+            raise UserError(f"ctx {ctx} exceeds the {limit} positions of {folder}; lower --ctx")
+    return Windowing(ctx, ctx if stride is None else stride, cast("Bos", bos), windows, skip)
+
+
+def _limits(folders: list[Path]) -> dict[Path, int]:
+    """The positions that each model takes, of those that have a limit."""
     from .scorer import context_limit
 
-    limits = [limit for folder in folders if (limit := context_limit(folder)) is not None]
-    return named_windowing(name, min(limits, default=None), tokenizing(tokenizer), windows)
+    return {folder: limit for folder in folders if (limit := context_limit(folder)) is not None}
 
 
 def _hf_2048(_: int | None, __: Tokenizing, windows: int | None) -> Windowing:

@@ -15,12 +15,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..calib.safe_files import JsonLimits, read_json_object
-from ..kernels.errors import UserError
+from ..calib.safe_files import DamagedFile, JsonLimits, read_json_object
+from ..kernels.errors import UserError, no_file
 
 FORMAT, VERSION = "lowbit-results", 1
 LIMITS = JsonLimits(256 << 20, 8_000_000)
 PACKAGES = ("jsonschema", "jinja2", "matplotlib")  # of the extra
+REMEDY = "quantize eval --report FILE.json writes one"
 NEEDED = "reports need packages that are not installed ({}): pip install 'lowbit[evals]'"
 
 
@@ -51,10 +52,7 @@ def check_results(value: Any, where: str | Path) -> None:
     from .results_schema import SCHEMA
 
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UserError(
-            f"{where} is no results file: its 'format' is not '{FORMAT}'; quantize eval --report "
-            "FILE.json writes one"
-        )
+        raise UserError(f"{where} is no results file: its 'format' is not '{FORMAT}'; {REMEDY}")
     if value.get("version") != VERSION:
         raise UserError(
             f"{where} is a results file of version {value.get('version')!r}; this lowbit reads "
@@ -72,8 +70,13 @@ def read_results(path: str | Path) -> dict[str, Any]:
     """The value of a results file; UserError when it is missing, damaged or not one."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no such results file: {path}")
-    value = read_json_object(path, LIMITS)
+        raise no_file(path, "results file")
+    try:
+        value = read_json_object(path, LIMITS)
+    except DamagedFile as e:
+        raise UserError(
+            f"{path} is no results file ({e.found}; expected {e.expected}); {REMEDY}"
+        ) from e
     check_results(value, path)
     return value
 

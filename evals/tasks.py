@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.errors import UserError
+from ..kernels.errors import UserError, no_file
 from .perplexity import Scorer
 from .protocols import tokenizing
 
@@ -75,11 +75,15 @@ def read_task(path: str | Path) -> Task:
     """The questions of a .jsonl file; UserError naming the line of the first that is none."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no such task file: {path}; --tasks takes .jsonl files of questions")
+        raise no_file(path, "task file", "--tasks takes .jsonl files of questions")
     if path.stat().st_size > LARGEST:
         raise UserError(f"{path} is larger than {LARGEST >> 20} MiB; cut it into several files")
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text ({e}); convert it to UTF-8") from e
+    for number, line in enumerate(lines, 1):
         if line.strip():
             questions.append(_question(line, f"{path}, line {number}"))
     if not questions:

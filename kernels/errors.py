@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
     """Input that cannot be used as given. The message names the value, the limit and the remedy."""
+
+
+def no_file(path: str | Path, what: str, remedy: str = "") -> UserError:
+    """What is to be said where `path` is no file. what: that was asked for, "recipe file"."""
+    there = Path(path)
+    said = f"{path} is a folder, not a {what}" if there.is_dir() else f"no such {what}: {path}"
+    return UserError(f"{said}; {remedy}" if remedy else said)
 
 
 def counted(n: int, what: str, several: str | None = None) -> str:

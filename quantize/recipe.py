@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..kernels.errors import UserError
+from ..kernels.errors import UserError, no_file
 from .config_reading import build, known_keys, mapping, plain, read_yaml
 from .layout_check import NATIVE, check_format
 from .passes.settings import BudgetSettings, at_least_one, one_of
@@ -166,13 +166,17 @@ class Recipe:
     @classmethod
     def from_yaml(cls, path: Path) -> Recipe:
         if not path.is_file():
-            raise UserError(f"no such recipe file: {path}")
+            raise no_file(path, "recipe file")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as e:
             raise UserError(f"{path} is not valid YAML: {e}") from e
         data = read_yaml(text, str(path))
-        return cls.from_dict(data if data is not None else {})
+        if data is None:
+            raise UserError(
+                f"{path} is empty, so it is no recipe; quantize run --dump-recipe prints one"
+            )
+        return cls.from_dict(data)
 
 
 def check_order(passes: Sequence[Pass]) -> None:

@@ -84,7 +84,8 @@ def quantize_model(
     layout = layout_named(recipe.format)
     worker = PassWorker(model, plan, journal, recipe.transforms, recipe.kv_cache, layout)
     steps = [*model.layers, *([model.head] if model.head in plan.linears else [])]
-    with tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None) as bar:
+    bar = tqdm(total=len(steps), desc="quantizing", unit="layer", disable=None)
+    with journal.told(), bar:
         run_layers(
             model, run.rows if recipe.needs else None, worker, recipe.execution.order,
             recipe.execution.batch_size, recipe.calibration.all_experts,

@@ -91,7 +91,8 @@ def stream_quantize(
         notes.append(f"resuming after {len(output.finished)} of {len(jobs)} tensors")
     for note in [*notes, foreseen.sentence()]:
         say(note)
-    _convert(jobs, Converter(source, plan, where, layout), output)
+    with journal.told():
+        _convert(jobs, Converter(source, plan, where, layout), output)
     journal.check_source(source)
     index = write_index(output.folder, shards)
     complete_checkpoint(

@@ -48,7 +48,9 @@ OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--scale-search", "guess"): ("scale_search", "known: hessian, minmax", "'guess'"),
     ("--calib", "nonsuch.txt"): ("nonsuch.txt", "wikitext, pydoc"),
     ("--calib", "nobody/nothing"): ("'nobody/nothing'", "use pydoc"),
+    ("--calib", "/"): ("/ is a folder", "name a file in it"),
     ("--recipe", "nonsuch.yaml"): ("no such recipe file", "nonsuch.yaml"),
+    ("--recipe", "/"): ("/ is a folder, not a recipe file",),
 }
 
 
@@ -64,6 +66,8 @@ def test_option_values(
 
 # a recipe file -> parts of the message
 RECIPES: dict[str | bytes, tuple[str, ...]] = {
+    "": ("is empty", "--dump-recipe prints one"),
+    "# passes: []": ("is empty", "--dump-recipe prints one"),
     "- gptq": ("recipe must be a mapping", "['gptq']"),
     "passes: 3": ("'passes' must be a list",),
     "passes: []": ("at least one pass",),

@@ -104,6 +104,16 @@ def test_windows_zero_means_all(data: Path, tmp_path: Path) -> None:
     assert got["protocol"]["windows"] == tokens // 32 > 10
 
 
+@pytest.mark.parametrize("worth", [0.0, 1e9])
+def test_a_long_pass_says_what_it_will_take(
+    data: Path, story: str, monkeypatch: pytest.MonkeyPatch, worth: float
+) -> None:
+    monkeypatch.setattr("lowbit.evals.measure.WORTH_SAYING", worth)
+    options = ["--ctx", "64", "--windows", "5"]
+    said = run(str(data / "stories260k"), "--text", story, *options).stderr
+    assert ("seconds for the other 3 windows" in said) == (worth == 0)
+
+
 def test_speed_is_timed_on_request(data: Path, story: str) -> None:
     row = json.loads(
         run(str(data / "stories260k"), "--text", story, *SMALL, "--speed", "--json").stdout

@@ -17,8 +17,9 @@ from lowbit.calib.text import Text, load_text, load_tokenizer
 from lowbit.evals import speed
 from lowbit.evals.divergence import divergence
 from lowbit.evals.linears import linear_results
-from lowbit.evals.measure import measure_models, plan_windowing, text_ids
+from lowbit.evals.measure import measure_models, text_ids
 from lowbit.evals.perplexity import perplexity
+from lowbit.evals.protocols import plan_windowing
 from lowbit.evals.report import Report
 from lowbit.evals.scorer import context_limit, load_scorer
 from lowbit.evals.size import size_report

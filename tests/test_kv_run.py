@@ -51,6 +51,10 @@ def test_a_format_of_our_own_beside_weights(
     data = calibration if method == "gptq" else []
     outcome = command("run", shallow, "-o", out, "--method", method, "--kv", "k4v2", *data)
     assert outcome.code == 0, outcome.stderr
+    words = "K int4 by channel of 32 tokens, before RoPE; V int2 by token, rotated"
+    assert f"cache: {words}\n" in outcome.stderr
+    planned = command("plan", shallow, "--method", method, "--kv", "k4v2", "--no-timing", *data)
+    assert words in planned.stdout
     config = config_of(out)
     assert config[OWN_KEY]["key"]["num_bits"] == 4 and config[OWN_KEY]["value"]["num_bits"] == 2
     assert config["quantization_config"]["kv_cache_scheme"] is None

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from lowbit.calib.text import load_text
-from lowbit.evals.measure import measure_models, plan_windowing
+from lowbit.evals.measure import measure_models
+from lowbit.evals.protocols import plan_windowing
 from lowbit.quantize.recipe import Calibration, Execution, Recipe, WeightPass
 from lowbit.quantize.runner import quantize_model
 

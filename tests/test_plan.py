@@ -291,6 +291,18 @@ def test_the_command_takes_the_options_of_run(
     assert "about" not in shown.stdout.split("disk")[1].split("tensor parallel")[0]
 
 
+def test_where_no_files_are_kept_room_is_not_what_is_missing(shallow: Path, story: Path) -> None:
+    proc = Path("/proc")
+    if not proc.is_dir():
+        pytest.skip("this system has no /proc")
+    for method in ("rtn", "gptq"):
+        asked = recipe(method=method, text=story)
+        for start in (lambda r: plan(shallow, r, proc / "x", timed=False),
+                      lambda r: run(shallow, proc / "x", r)):  # fmt: skip
+            with pytest.raises(UserError, match="/proc is no(t writable| place to write files)"):
+                start(asked)
+
+
 def test_the_run_says_what_it_will_take_before_it_begins(
     tmp_path: Path, story: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,17 @@ def test_a_run_killed_twice_ends_in_the_same_bytes(
     assert hashes(out) == unbroken[recipe]
 
 
+def test_a_run_that_fails_midway_says_what_is_kept(
+    tiny: Path, calibration: list[str], command: Commands, tmp_path: Path
+) -> None:
+    folder, out = copied(tiny, tmp_path / "model"), tmp_path / "out"
+    broken = "model.layers.3.mlp.up_proj.weight"
+    change_tensors(folder, lambda t: t[broken].fill_(torch.nan))
+    failed = command("run", folder, "-o", out, *calibration)
+    failed.refuses("NaN or infinite", f"kept in {out}.partial", "--restart", "remove the folder")
+    assert finished(out) == 3
+
+
 @pytest.mark.parametrize("place", ["StreamOutput.finish", "StreamOutput.close"])
 def test_a_streamed_run_killed_ends_in_the_same_bytes(
     place: str, tiny: Path, command: Commands, tmp_path: Path

@@ -13,7 +13,8 @@ import torch
 from lowbit.calib.model import LayerCall, LayeredModel, forward_layer
 from lowbit.calib.statistics import Hessian
 from lowbit.calib.text import load_text
-from lowbit.evals.measure import measure_models, plan_windowing
+from lowbit.evals.measure import measure_models
+from lowbit.evals.protocols import plan_windowing
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.passes.gptq import factor_hessian, gptq_quantize
 from lowbit.quantize.passes.rtn import rtn_quantize

@@ -154,6 +154,11 @@ def test_lines_that_are_no_question_are_named(tmp_path: Path, line: Any, message
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such task file"):
         read_task(tmp_path / "arc_easy")
+    with pytest.raises(UserError, match="is a folder, not a task file"):
+        read_task(tmp_path)
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        read_task(tmp_path / "b.jsonl")
     (tmp_path / "e.jsonl").write_text("\n")
     with pytest.raises(UserError, match="holds no question"):
         read_task(tmp_path / "e.jsonl")

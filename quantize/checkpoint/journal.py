@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,18 @@ class Journal:
                 f"{source.folder} has changed while the run was at work, so what is finished may "
                 "be of two models; --restart begins anew with what is there now"
             )
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """While the layers are made: a UserError also says what is kept and what can be done with
+        it."""
+        try:
+            yield
+        except UserError as e:
+            raise UserError(
+                f"{e} (what is finished is kept in {self.folder}: the same command goes on there, "
+                "--restart begins anew; or remove the folder)"
+            ) from e
 
     def remove(self) -> None:
         """Remove all of it."""

@@ -98,6 +98,7 @@ def compare(
     Example: quantize compare ./SmolLM2-135M-Instruct --schemes W4A16,W8A8 --gguf Q4_K_M --speed
     """
     from ...evals.comparison import Comparison, settings_of
+    from ...evals.protocols import check_alone
     from ...evals.recommend import Wanted
     from ...evals.results import require_extra
 
@@ -106,8 +107,7 @@ def compare(
     wanted = Wanted(size, max_kld, min_speed)
     if min_speed is not None and not speed:
         raise UserError("--min-speed needs the speeds: give --speed, too")
-    if protocol is not None and ctx is not None:
-        raise UserError(f"--protocol {protocol} says what --ctx would; give one of the two")
+    check_alone(protocol, [] if ctx is None else ["ctx"])
     if together < 1 or (windows is not None and windows < 0):
         raise UserError(
             f"--together is 1 or more and --windows 0 or more, got {together}, {windows}"

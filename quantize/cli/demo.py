@@ -125,7 +125,8 @@ def _quantize(folder: Path, out: Path, method: Any, text: str, size: Size) -> Ru
 
 def _measure(folder: Path, runs: dict[str, RunResult], text: str, size: Size) -> Report:
     from ...calib.text import load_text, load_tokenizer, tokenize
-    from ...evals.measure import measure_models, plan_windowing
+    from ...evals.measure import measure_models
+    from ...evals.protocols import plan_windowing
     from ...evals.speed import SpeedPlan
 
     models = {"original": folder, **{f"W4A16 {name}": run.out for name, run in runs.items()}}

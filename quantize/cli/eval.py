@@ -12,7 +12,6 @@ from .common import model_path, say
 
 if TYPE_CHECKING:
     from ...evals.generation import GenerationPlan
-    from ...evals.windows import Windowing
 
 WINDOWS = 10  # where neither a protocol nor their number is named
 NAMED = ("hf-2048", "hf-stride", "llama.cpp-512")  # of evals/protocols.py, which is slow to import
@@ -106,6 +105,7 @@ def evaluate(
     """
     from ...calib.text import load_text, load_tokenizer, tokenize
     from ...evals.measure import measure_models
+    from ...evals.protocols import chosen_windowing
     from ...evals.speed import PROMPT_TOKENS, SpeedPlan
     from ...evals.tasks import read_task
 
@@ -118,8 +118,13 @@ def evaluate(
     models["model"] = model_path(model)
     folders = list(models.values())
     tokenizer = load_tokenizer(folders[0])
-    given = {"ctx": ctx, "stride": stride, "bos": bos, "skip": skip}
-    windowing = chosen_windowing(protocol, folders, tokenizer, windows, given)
+    if windows is not None and windows < 0:
+        raise UserError(f"--windows must be 0 (all) or more, got {windows}")
+    if windows is None and protocol is None:
+        windows = WINDOWS
+    asked_for = {"ctx": ctx, "stride": stride, "bos": bos, "skip": skip}
+    given = {name: value for name, value in asked_for.items() if value is not None}
+    windowing = chosen_windowing(protocol, folders, tokenizer, windows or None, given)
     loaded = load_text(text, "evaluation", tokenizer)
     say(f"text: {loaded.description}")
     prompt = tokenize(loaded.text, tokenizer, PROMPT_TOKENS).tolist()
@@ -137,6 +142,7 @@ def evaluate(
         tasks=asked,
         generation=_generation(generate, loaded.text, tokenizer) if generate else None,
         inputs=inputs,
+        say=say,
     )
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
@@ -151,29 +157,3 @@ def _generation(count: int, text: str, tokenizer: Any) -> GenerationPlan:
 
     tokens = tokenize(text, tokenizer, max(count, 1) * PROMPT_TOKENS * SPACING).tolist()
     return GenerationPlan(cut_prompts(tokens, count))
-
-
-def chosen_windowing(
-    protocol: str | None,
-    folders: list[Path],
-    tokenizer: Any,
-    windows: int | None,
-    given: dict[str, Any],
-) -> Windowing:
-    """The windows that the options name. given: ctx, stride, bos and skip, None where they are not
-    given; UserError where one is given beside a protocol, which says them all."""
-    from ...evals.measure import plan_windowing
-    from ...evals.protocols import windowing_for
-
-    if windows is not None and windows < 0:
-        raise UserError(f"--windows must be 0 (all) or more, got {windows}")
-    own = {name: value for name, value in given.items() if value is not None}
-    if protocol is None:
-        return plan_windowing(
-            folders, windows=(WINDOWS if windows is None else windows) or None, **own
-        )
-    if own:
-        raise UserError(
-            f"--protocol {protocol} says what --{next(iter(own))} would; give one of the two"
-        )
-    return windowing_for(protocol, folders, tokenizer, windows or None)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ..kv_names import describe_kv
+
 if TYPE_CHECKING:
     from ..planning.modules import ModulePlan
     from ..planning.report import PlanReport
@@ -53,6 +55,8 @@ def total_table(report: PlanReport) -> Table:
     table.add_row(
         "size", f"{size.tensor_bytes_before / 1e6:.1f} to {size.tensor_bytes / 1e6:.1f} MB"
     )
+    if report.recipe.kv_cache is not None:
+        table.add_row("cache", describe_kv(report.recipe.kv_cache.kv_cache.spec))
     table.add_row("bits per weight", f"{size.bits_per_weight:.3f} over the whole model")
     if size.quantized_bits_per_weight is not None:
         table.add_row("", f"{size.quantized_bits_per_weight:.3f} over the quantized linears")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...kernels.errors import UserError
+from ...kernels.errors import UserError, counted
 from .common import check_apart, say
 
 ENDINGS = (".html", ".md", ".json")
@@ -66,6 +66,6 @@ def report(
 
         text = html(summary, title)
     out.write_text(text, encoding="utf-8")
-    kind, what = ("series", "series") if history else ("rows", "models")
-    shown = sum(len(group[kind]) for group in summary["groups"])
-    say(f"wrote {out}: {shown} {what} from {len(results)} files")
+    shown = sum(len(group["series" if history else "rows"]) for group in summary["groups"])
+    what = counted(shown, "series", "series") if history else counted(shown, "model")
+    say(f"wrote {out}: {what} from {counted(len(results), 'file')}")

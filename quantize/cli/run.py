@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..kv_names import describe_kv
 from ..recipe import Recipe
 from ..sizes import MAX_SHARD_SIZE
 from .common import model_path, print_json, say, terminal
@@ -84,6 +85,8 @@ def _show(result: RunResult, as_json: bool, device: str) -> None:
     bits = size.quantized_bits_per_weight
     per_weight = "weights as they were" if bits is None else f"{bits:.3f} bits per quantized weight"
     say(f"wrote {result.out}: {size.file_bytes / 1e6:.1f} MB, {per_weight}, {result.seconds:.0f} s")
+    if result.recipe.kv_cache is not None:
+        say(f"cache: {describe_kv(result.recipe.kv_cache.kv_cache.spec)}")
     for name, layers in result.pass_seconds.items():
         spent = list(layers.values())
         say(f"{name}: {sum(spent):.1f} s, {sum(spent) / len(spent):.2f} s a layer")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...calib.safe_files import DamagedFile
-from ...kernels.errors import UserError
+from ...kernels.errors import UserError, no_file
 from .blocks import CODECS
 from .container import LONGEST_NAME
 from .reader import GGUFFile
@@ -82,7 +82,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
     holds values that are negative or not finite."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no such importance matrix: {path}")
+        raise no_file(path, "importance matrix file")
     with path.open("rb") as f:
         magic = f.read(len(MAGIC))
     found = _read_gguf(path) if magic == MAGIC else _read_dat(path)

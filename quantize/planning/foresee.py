@@ -21,7 +21,7 @@ from ..checkpoint.journal import unfinished_identity
 from ..checkpoint.layouts import Layout, layout_named
 from ..linear_plan import Plan
 from ..recipe import Recipe
-from .machine import free_disk_bytes, resident_bytes
+from .machine import free_disk_bytes, keeps_files, resident_bytes
 from .memory import MemoryEstimate, ModelBytes, estimate_memory
 from .rates import Rates, measure
 from .resume import finished_before, plan_of_rest, work_of_rest
@@ -166,7 +166,10 @@ def worth_timing(outline: Outline) -> bool:
 
 
 def check_room(needed: int, place: Path) -> None:
-    """UserError where the disk that `place` lies on has fewer free bytes than are needed."""
+    """UserError where one cannot write in `place`, or the disk that it lies on has fewer free bytes
+    than are needed."""
+    if not keeps_files(place):
+        raise UserError(f"{place} is no place to write files to; choose another output")
     free = free_disk_bytes(place)
     if free < needed:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import sys
@@ -25,6 +26,12 @@ def available_bytes() -> int | None:
 def free_disk_bytes(folder: Path) -> int:
     """Free bytes where `folder` lies."""
     return shutil.disk_usage(folder).free
+
+
+def keeps_files(folder: Path) -> bool:
+    """Whether one may write in `folder`, and it lies on something that has room for files at all:
+    /proc and the like have none."""
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).total > 0
 
 
 def _fields(path: Path) -> dict[str, int]:
