@@ -2,11 +2,14 @@
 
 Sizes of checkpoints and their making are those of `quantize plan`; of GGUF files the size is
 counted from the plan of their tensors, their making is not timed. The time of measuring is that of
-one window through the original model, measured here, times all windows of all models.
+one window through the original model, measured here, times all windows of all models. Each making,
+and each timing of speed, is a process of its own, whose start is measured, too.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +29,11 @@ from .perplexity import log_probabilities
 from .scorer import load_scorer
 from .windows import Window, Windowing, cut_windows
 
+START = (
+    "import sys; from pathlib import Path; from lowbit.calib import layer_loop;"
+    "[file.read_bytes() for file in Path(sys.argv[1]).glob('*.safetensors')]"
+)
+
 
 class CandidateEstimate(NamedTuple):
     """tensor_bytes and bits per weight of what would be made; seconds of making it and the peak
@@ -41,12 +49,14 @@ class CandidateEstimate(NamedTuple):
 
 class Estimate(NamedTuple):
     """windows: of the evaluation text. seconds_a_window: of the original model. measuring: seconds
-    of all windows through all models, the original once for each batch of candidates."""
+    of all windows through all models, the original once for each batch of candidates. starting:
+    seconds in which all processes start and load the model."""
 
     candidates: list[CandidateEstimate]
     windows: int
     seconds_a_window: float | None
     measuring: float | None
+    starting: float | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -54,7 +64,7 @@ class Estimate(NamedTuple):
         known = [c.seconds for c in self.candidates if c.seconds is not None]
         if self.measuring is None:
             return None
-        return sum(known) + self.measuring
+        return sum(known) + self.measuring + (self.starting or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -80,7 +90,16 @@ def estimate(
         return Estimate(found, len(windows), None, None)
     one = _seconds_of(model, windows[0], settings)
     passes = len(candidates) + -(-len(candidates) // settings.together)
-    return Estimate(found, len(windows), one, one * len(windows) * passes)
+    timings = 1 + sum(c.gguf is None for c in candidates) if settings.speed else 0
+    starting = start_seconds(model) * (len(candidates) + timings)
+    return Estimate(found, len(windows), one, one * len(windows) * passes, starting)
+
+
+def start_seconds(model: Path) -> float:
+    """Of a process that imports what a run does and reads every page of the model's files."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", START, str(model)], check=True, capture_output=True)
+    return time.perf_counter() - start
 
 
 def _of(

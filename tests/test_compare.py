@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from lowbit.evals import matrix_study
+from lowbit.evals import comparison_estimate, matrix_study
 from lowbit.evals.comparison import GGUF_METHODS, Candidate, gguf_candidate, settings_of
-from lowbit.evals.comparison_estimate import estimate
+from lowbit.evals.comparison_estimate import estimate, start_seconds
 from lowbit.evals.process_cost import CommandFailed, ProcessCost
 from lowbit.evals.recommend import Wanted, fits, recommend, recommendation
 from lowbit.evals.report_blocks import Sentence, blocks
 from lowbit.evals.results import read_results
-from lowbit.evals.summary import summarize
+from lowbit.evals.summary import grade, summarize
 from lowbit.evals.windows import Windowing
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli.compare import compare
@@ -87,7 +88,9 @@ def test_makes_measures_and_reports_once(
         rows["Q8_0/round"]["path"]).stat().st_size  # fmt: skip
     assert results["noise_floor"]["kld_mean"] > 0
     assert results["recommendation"]["row"] == "Q8_0/round", "the smallest: the others are copies"
-    assert "Recommended within 50 nats: Q8" in shown.stdout.replace("\\", "")
+    words = grade(klds["Q8_0/round"], results["noise_floor"]["kld_mean"])
+    recommended = f"Recommended within 50 nats: Q8_0/round, {words}."
+    assert recommended in shown.stdout.replace("\\", "")
     assert "<svg" in (out / "report.html").read_text()
 
     made.clear()
@@ -136,14 +139,26 @@ def test_the_estimate_is_what_will_be_made(
     assert found["Q4_K_M/round"]["tensor_bytes"] == contents(GGUFFile(file)).tensor_bytes
 
 
-def test_the_estimate_times_a_window_for_every_pass(shallow: Path, story: Path) -> None:
+def test_the_estimate_times_a_window_for_every_pass_and_the_start_of_every_process(
+    shallow: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison_estimate, "start_seconds", lambda model: 2.0)
     recipe = Recipe((WeightPass(method="rtn"),))
     candidates = [Candidate("W4A16", f"m{i}", recipe=recipe) for i in range(3)]
     settings = settings_of({"calib": str(story), "text": str(story), "together": 2})
-    found = estimate(shallow, candidates, settings, Windowing(64, 64, windows=4))
+    windowing = Windowing(64, 64, windows=4)
+    found = estimate(shallow, candidates, settings, windowing)
     assert found.windows == 4 and found.seconds_a_window is not None
     assert found.measuring == found.seconds_a_window * 4 * (3 + 2), "the base once for each two"
-    assert found.seconds is not None and found.seconds > found.measuring
+    assert found.starting == 2.0 * 3
+    made = sum(c.seconds or 0.0 for c in found.candidates)
+    assert found.seconds == pytest.approx(made + found.measuring + 6.0)
+    timed = estimate(shallow, candidates, replace(settings, speed=True), windowing)
+    assert timed.starting == 2.0 * (3 + 4), "each checkpoint and the original are timed apart"
+
+
+def test_a_process_takes_time_to_start(shallow: Path) -> None:
+    assert start_seconds(shallow) > 0.1
 
 
 def sample_rows() -> list[dict[str, Any]]:
