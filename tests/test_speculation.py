@@ -184,6 +184,17 @@ def test_a_draft_model_without_room_makes_no_proposals(folder: Path, plain: LLM)
     assert not proposer._blocks.allocators[0].in_use or proposer._known  # type: ignore[attr-defined]
 
 
+def test_a_draft_model_proposes_within_its_own_context(folder: Path, tmp_path: Path) -> None:
+    config = FAMILIES["opt"]()  # whose positions are rows of a table
+    config.max_position_embeddings = 24
+    short = save_tiny(tmp_path / "short", config)
+    prompt = [PROMPTS[0][:6]]
+    llm = always(LLM(folder, "cpu", "float32", speculate=str(short)))
+    assert tokens(llm, prompts=prompt) == tokens(LLM(folder, "cpu", "float32"), prompts=prompt)
+    told = llm.metrics().speculation
+    assert told is not None and 0 < told.proposed < 4 * 24
+
+
 def test_who_cannot_speculate_is_told_why(folder: Path, tmp_path: Path) -> None:
     bloom = save_tiny(tmp_path / "bloom", OTHERS["bloom"]())
     with pytest.raises(UserError, match="need the paged engine; it .* not bloom"):

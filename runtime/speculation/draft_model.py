@@ -62,7 +62,9 @@ class DraftModel:
             raise UserError(f"the draft model '{name}' cannot run over blocks: it {reason}")
         _check_vocabulary(name, loaded, tokenizer, vocabulary)
         self.name, self.most, self._loaded, self._vocabulary = name, most, loaded, vocabulary
-        self._decoder = make_decoder(loaded.model, max_len + most)
+        config = loaded.model.config.get_text_config(decoder=True)
+        self._longest = getattr(config, "max_position_embeddings", None) or max_len + most
+        self._decoder = make_decoder(loaded.model, min(self._longest, max_len + most))
         self._pools: list[KVPools] = []
         self._known: dict[Continuation, _State] = {}
 
@@ -72,7 +74,8 @@ class DraftModel:
         return sum(part.nbytes for pools in self._new_pools(1, "meta") for part in pools)
 
     def allocate(self, blocks: int) -> None:
-        """Memory for so many blocks; a continuation that finds no room in it gets no proposals."""
+        """Memory for so many blocks. A continuation that finds no room in it, or is longer than the
+        smaller model's context, gets no proposals."""
         self._pools = self._new_pools(blocks + 1, self._loaded.device)
         kinds = [KVKind(blocks, window) for window in self._decoder.windows]
         self._blocks = BlockManager(kinds, BLOCK_SIZE, prefix_cache=False)
@@ -137,7 +140,9 @@ class DraftModel:
 
     def _begin(self, drafting: Drafting) -> bool:
         """Keep what is stored of tokens that came, and take blocks for what comes; False: there
-        are none."""
+        are none, or no positions."""
+        if len(drafting.tokens) + self.most > self._longest:
+            return False
         state = self._known.get(drafting.continuation)
         if state is None:
             state = self._known[drafting.continuation] = _State(self._blocks.new_table())
