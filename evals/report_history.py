@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .report_pieces import Block, Cell, Figure, Heading, Piece, Sentence, Table, number
+from .report_style import COLOURS
 from .summary import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#3b82c4", "#d1603d", "#4d9a51", "#9b6bc7", "#b8862b", "#c74b7f", "#2f9c95", "#7b7f86")
 DAY = 10  # characters of a time that are its date
 TICKS = 5  # dates that there is room for
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .report_history import draw_history
 from .report_serving_plots import draw_latency, draw_memory
+from .report_style import COLOURS
 from .results import require_extra
 from .summary import Json
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK = "#010203"  # stands for the page's text colour
-COLOURS = (
-    "#3b82c4", "#d1603d", "#4d9a51", "#9b6bc7", "#b8862b", "#c74b7f", "#2f9c95", "#7b7f86",
-)  # fmt: skip
 MARKERS = "osD^vPX*"
 INCHES = (5.4, 3.4)
 SETTINGS: dict[Any, Any] = {  # by matplotlib's names

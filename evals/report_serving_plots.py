@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .report_serving import load_curves, load_size
+from .report_style import COLOURS
 from .summary import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#3b82c4", "#d1603d", "#4d9a51", "#9b6bc7", "#b8862b", "#c74b7f", "#2f9c95", "#7b7f86")
 SHOWN = {"p50": ("-", 1.0), "p99": (":", 0.8)}  # line and opacity
 PARTS = {"weights": "weights", "kv": "KV", "activations": "activations"}
 UNITS = {"closed": "clients", "poisson": "requests/s"}

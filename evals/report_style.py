@@ -1,4 +1,9 @@
-"""The style sheet of a report's page: the system's fonts, colours as the reader prefers them."""
+"""The style sheet of a report's page: the system's fonts, colours as the reader prefers them; and
+the colours of series in its figures, legible on light and dark."""
+
+COLOURS = (
+    "#3b82c4", "#d1603d", "#4d9a51", "#9b6bc7", "#b8862b", "#c74b7f", "#2f9c95", "#7b7f86",
+)  # fmt: skip
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #57606a; --back: #ffffff;

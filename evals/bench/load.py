@@ -25,6 +25,9 @@ class ClosedLoop:
         if self.concurrency < 1:
             raise UserError(f"concurrency must be at least 1, got {self.concurrency}")
 
+    def __str__(self) -> str:
+        return f"clients: {self.concurrency}"
+
 
 @dataclass(frozen=True)
 class Poisson:
@@ -35,6 +38,9 @@ class Poisson:
     def __post_init__(self) -> None:
         if not 0 < self.rate < float("inf"):
             raise UserError(f"the rate must be above 0 requests/s, got {self.rate}")
+
+    def __str__(self) -> str:
+        return f"requests/s: {self.rate:g}"
 
 
 Arrivals = ClosedLoop | Poisson
