@@ -252,10 +252,11 @@ def test_errors_nobody_measured_have_no_table() -> None:
     assert "largest errors" in html(summarize([("a.json", results())]), "t")
 
 
-def run(*arguments: str) -> None:
+def run(*arguments: str) -> str:
+    """What it says."""
     app = typer.Typer()
     app.command()(report)
-    CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False).stderr
 
 
 def test_the_command_writes_all_three(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_the_command_writes_all_three(tmp_path: Path) -> None:
     file.write_text(json.dumps(results()))
     for ending in ("html", "md", "json"):
         out = tmp_path / f"out.{ending}"
-        run(str(file), "-o", str(out), "--title", "Mine")
+        assert " models from 1 file\n" in run(str(file), "-o", str(out), "--title", "Mine")
         assert out.stat().st_size > 1000
         with pytest.raises(UserError, match="exists; give --overwrite"):
             run(str(file), "-o", str(out))
