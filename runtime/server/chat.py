@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from ...kernels.errors import UserError
 from ..request import CompletionOutput, RequestOutput
 from .answers import (
     CalledFunction,
@@ -59,16 +61,23 @@ async def _begin(
     more = {} if use.structure is None else {"structured_outputs": use.structure}
     params = body.sampling(most, logprobs=body.counted_logprobs(), **more)
     prompt = await engine.chat_prompt(
-        as_conversation(body.messages), tools=use.tools, **template_options(body)
+        as_conversation(body.messages),
+        tools=use.tools,
+        **_template_options(body, engine.llm.tokenizer),
     )
     name = f"chatcmpl-{context.request_id}"
     requests = [await service.request(prompt, params, name)]
     return Generation(service, context, name, requests), use
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """What the chat template is told beside the messages."""
+def _template_options(body: ChatRequest, tokenizer: Any | None) -> dict[str, Any]:
+    """What the chat template is told beside the messages. UserError for names that mean something
+    to what fills it in: another template among them."""
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if options and tokenizer is not None:
+        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if taken := sorted(own & options.keys()):
+            raise UserError(f"chat_template_kwargs may not set {', '.join(taken)}: leave them out")
     if body.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     elif not body.add_generation_prompt:
