@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from lowbit.evals.bench import roofline, session
-from lowbit.evals.bench.comparisons import COMPARISONS, variants_of
+from lowbit.evals.bench.comparisons import COMPARISONS, Variant, variants_of
 from lowbit.evals.bench.drive import Answer
 from lowbit.evals.bench.load import ClosedLoop, Job, Lengths
 from lowbit.evals.bench.memory import MemoryWatch, resident_pages
@@ -103,6 +103,10 @@ def test_every_comparison_is_of_options_that_exist(folder: Path) -> None:
             assert (made.max_model_len, made.engine) == (16, "paged")
     with pytest.raises(UserError, match="--compare is one of batching, prefix-cache"):
         variants_of("magic")
+    plan = BenchPlan((ClosedLoop(1),), prompt=Lengths(8, 8), output=Lengths(8, 8))
+    before_rope = Variant("int4", {"kv_cache_dtype": "int4"})
+    with pytest.raises(UserError, match="paged engine, which stores no keys as before"):
+        session._load(folder, plan, before_rope, session.EngineOptions("cpu"))
 
 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:

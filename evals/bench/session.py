@@ -13,6 +13,7 @@ import torch
 
 from ...calib.text import load_text, load_tokenizer, tokenize
 from ...kernels.device import resolve_device
+from ...kernels.errors import UserError
 from ...runtime import LLM, AsyncEngine
 from ..report import environment, plain
 from ..results import header
@@ -135,7 +136,8 @@ def bench_url(
 
 
 def _load(folder: Path, plan: BenchPlan, variant: Variant, options: EngineOptions) -> LLM:
-    """An engine with room for what the plan sends, and not for more."""
+    """An engine with room for what the plan sends, and not for more. UserError where it is another
+    than the one whose options are compared."""
     sequences = options.max_num_seqs or plan.at_once or SEQUENCES
     given = {
         "kv_cache_dtype": options.kv,
@@ -143,7 +145,10 @@ def _load(folder: Path, plan: BenchPlan, variant: Variant, options: EngineOption
         "max_model_len": plan.longest if plan.longest and plan.lengths is None else None,
         **variant.options,
     }
-    return LLM(folder, options.device, options.dtype, **given)
+    llm = LLM(folder, options.device, options.dtype, **given)
+    if variant.options and llm.engine != "paged":
+        raise UserError(f"--compare is of the paged engine, which {llm.engine_declined}")
+    return llm
 
 
 async def _bench_engines(
