@@ -171,6 +171,22 @@ class Blocks(Counted):
                 assert self.memory[kind].get(slot) == hashes[j]
 
 
+def test_a_block_whose_last_token_is_left_to_compute_is_kept_by_who_parts_before() -> None:
+    blocks = BlockManager([KVKind(3)], 1, prefix_cache=True)
+    tokens = array("i", [5])
+    first, second = blocks.new_table(), blocks.new_table()
+    assert blocks.reserve(first, 0, 1, []) == 1
+    blocks.commit(first, tokens, 1)
+    computed = blocks.adopt(second, blocks.find(second, tokens, 1), 1)
+    blocks.trim(second, computed)
+    third = blocks.fork(second)
+    check_blocks(blocks, [first, second, third])
+    assert computed == 0 and third.blocks[0] == first.blocks[0]
+    for table in (first, second, third):
+        blocks.release(table)
+    check_blocks(blocks, [])
+
+
 def run_machine(machine: Any, examples: int, steps: int) -> int:
     """Random operations of `machine`, the same on every run; how many there were."""
     machine.operations = -examples  # making one is none

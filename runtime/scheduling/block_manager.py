@@ -175,8 +175,9 @@ class BlockManager:
         return other
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Let go of the blocks that the first `num_tokens` do not need, the last one first."""
-        keep = -(-num_tokens // self.block_size)
+        """Let go of the blocks that the first `num_tokens` do not need, the last one first; not of
+        those that the prefix cache knows, of which the last token may be left to compute."""
+        keep = max(-(-num_tokens // self.block_size), table.num_cached)
         for blocks, allocator in zip(table.blocks, self.allocators, strict=True):
             for block in reversed(blocks[keep:]):
                 if block != NULL_BLOCK:
@@ -185,10 +186,10 @@ class BlockManager:
 
     def release(self, table: BlockTable) -> None:
         """Let go of all blocks. The table is as new."""
+        table.num_cached, table.own_from = 0, None
         self.trim(table, 0)
         table.passed = [0] * len(table.passed)
         table.node = self.prefix.root if self.prefix else None
-        table.num_cached, table.own_from = 0, None
         table.evicted, table.heat = [0] * len(table.evicted), array("d")
 
     def disown(self, table: BlockTable) -> None:
