@@ -75,8 +75,10 @@ def evaluate(
         ),
     ] = "exact",
     tasks: Annotated[
-        list[Path] | None,
-        typer.Option(help="Also multiple-choice questions: FILE.jsonl (repeat), docs/evals.md."),
+        list[str] | None,
+        typer.Option(
+            help="Also multiple-choice questions: FILE.jsonl, or lm-eval's arc_easy,... (repeat)."
+        ),
     ] = None,
     generate: Annotated[
         int,
@@ -104,16 +106,16 @@ def evaluate(
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
     from ...calib.text import load_text, load_tokenizer, tokenize
+    from ...evals.lm_eval_tasks import tasks_of
     from ...evals.measure import measure_models
     from ...evals.protocols import chosen_windowing
     from ...evals.speed import PROMPT_TOKENS, SpeedPlan
-    from ...evals.tasks import read_task
 
     if report is not None and report.suffix not in (".md", ".json"):
         raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
     if report is not None and not report.absolute().parent.is_dir():
         raise UserError(f"no such folder for the report: {report.absolute().parent}")
-    asked = [read_task(file) for file in tasks or ()]
+    asked = [task for name in tasks or () for task in tasks_of(name)]
     models = {"base": model_path(base)} if base is not None else {}
     models["model"] = model_path(model)
     folders = list(models.values())
