@@ -239,50 +239,85 @@ def test_settings_and_addresses_that_cannot_be_are_refused(folder):
             bind("127.0.0.1", taken.getsockname()[1], 1)
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_signal_drains_the_process_and_a_second_ends_it(command, folder, signals):
-    """The command stops itself: a thread of it asks, and then sends the signals."""
-    before = f"""
+ASKS_ITSELF = f"""
 import json, os, signal, threading, time, urllib.request
+from lowbit.runtime.paged_engine import PagedEngine
 from lowbit.runtime.server import run
 
-bound = run.bind
+step, bound = PagedEngine.step, run.bind
+
+def slow_step(engine):
+    time.sleep(0.01)
+    return step(engine)
+
 def bind(*args):
     made = bound(*args)
     threading.Thread(target=ask, args=made.getsockname()[:2], daemon=True).start()
     return made
-run.bind = bind
+
+PagedEngine.step, run.bind = slow_step, bind
+
+def get(path):
+    with urllib.request.urlopen(url + path) as answer:
+        return answer.read()
+
+def is_ready():
+    try:
+        return bool(get("/ready"))
+    except OSError:
+        return False
 
 def ask(host, port):
+    global url
     url = f"http://{{host}}:{{port}}"
-    while True:
-        try:
-            urllib.request.urlopen(url + "/ready").read()
-            break
-        except OSError:
-            time.sleep(0.05)
-    body = json.dumps({ENDLESS!r}).replace("True", "true").encode()
+    while not is_ready():
+        time.sleep(0.05)
+    threading.Thread(target=complete, daemon=True).start()
+    while b'running{{model_name="m"}} 1.0' not in get("/metrics"):
+        time.sleep(0.005)
+    act()
+
+def complete():
+    body = json.dumps(json.loads({json.dumps(json.dumps(ENDLESS))})).encode()
     asked = urllib.request.Request(
         url + "/v1/completions", body, {{"content-type": "application/json"}}
     )
-    threading.Thread(target=wait, args=(asked,), daemon=True).start()
-    while b'running{{model_name="m"}} 1.0' not in urllib.request.urlopen(url + "/metrics").read():
+    print(json.load(urllib.request.urlopen(asked))["usage"]["completion_tokens"], flush=True)
+"""
+TERMINATE = """
+def act():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+TERMINATE_TWICE = f"""{TERMINATE}
+    while is_ready():
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGTERM)
-    if {signals} == 2:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-def wait(asked):
-    answer = json.load(urllib.request.urlopen(asked))
-    print(answer["usage"]["completion_tokens"], flush=True)
 """
+KILL_THE_ENGINE = """
+def act():
+    def burst(engine):
+        raise MemoryError("no room")
+    PagedEngine.step = burst
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "stdout", "last"),
+    [
+        (TERMINATE, 0, "240\n", "ended"),
+        (TERMINATE_TWICE, 143, "", "ended at once"),
+        (KILL_THE_ENGINE, 1, "", "request"),
+    ],
+    ids=["a signal drains", "a second ends at once", "the engine's death ends it"],
+)
+def test_the_process_ends_as_it_should(command, folder, act, code, stdout, last):
+    """A thread of the process asks for a completion and acts while that runs."""
     asked = ["serve", folder, "--port", "0", "--name", "m", "--dtype", "float32"]
-    outcome = command(*asked, before=before)
-    events = [json.loads(line)["event"] for line in outcome.stderr.splitlines() if line[:1] == "{"]
-    if signals == 1:
-        assert (outcome.code, outcome.stdout.strip()) == (0, "240"), outcome.stderr
-        assert events[-1] == "ended"
-    else:
-        assert (outcome.code, outcome.stdout) == (143, ""), outcome.stderr
-        assert events[-1] == "ended at once"
+    outcome = command(*asked, before=ASKS_ITSELF + act)
+    lines = [json.loads(line) for line in outcome.stderr.splitlines() if line[:1] == "{"]
+    assert (outcome.code, outcome.stdout) == (code, stdout), outcome.stderr
+    assert lines[-1]["event"] == last
+    if act == KILL_THE_ENGINE:
+        (death,) = (line for line in lines if line["level"] == "critical")
+        assert death["event"] == "the engine has died" and "no room" in death["traceback"]
+        assert lines[-1]["status"] == 503
