@@ -103,7 +103,8 @@ def _attend(
 ) -> AttentionOutput:
     """Of the tokens of one group, q [seqs * n, heads, head_dim]."""
     heads, head_dim = q.shape[1:]
-    seqs, n = len(group.tables), len(q) // len(group.tables)
+    seqs = group.tables.shape[0]  # len() of a tensor is a call of Python's
+    n = q.shape[0] // seqs
     q = q.view(seqs, n, heads, head_dim).transpose(1, 2)
     if group.folded:
         q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
@@ -199,8 +200,8 @@ def _gathered(
     """`gather_blocks`, if it fits into memory number `which` that the thread keeps for it: new
     pages from the system would take longer than the products."""
     codes = pool.codes
-    seqs, (_, heads, size, dim) = len(tables), codes.shape
-    count = len(rows) * size * dim
+    seqs, (_, heads, size, dim) = tables.shape[0], codes.shape
+    count = rows.shape[0] * size * dim
     if pool.fmt is not None or count > KEYS_AT_ONCE or codes.dtype != dtype:
         return gather_blocks(pool, tables, dtype, rows)
     kept = _kept.parts.get((which, dtype))

@@ -45,7 +45,7 @@ def _store(
         k = rms_norm_reference(k.float(), norm.k_weight, norm.eps).out
     if options.rotary is not None:
         both = _turned(_side_by_side(q, k), options.rotary, tokens)
-        q, k = both.to(dtype).split([q.shape[1], k.shape[1]], 1)
+        q, k = both.to(dtype).split_with_sizes([q.shape[1], k.shape[1]], 1)
     for pool, x in ((keys, k), (values, v)):
         size, heads = pool.block_size, pool.kv_heads
         kept, rows = tokens.once(("rows", size, heads), lambda s=size, h=heads: _rows(tokens, s, h))
@@ -63,7 +63,7 @@ def _side_by_side(q: Tensor, k: Tensor) -> Tensor:
     heads = q.shape[1]
     behind = q.data_ptr() + heads * q.stride(1) * q.element_size()
     if k.data_ptr() == behind and k.stride() == q.stride() and k.dtype == q.dtype:
-        return q.as_strided((len(q), heads + k.shape[1], q.shape[2]), q.stride())
+        return q.as_strided((q.shape[0], heads + k.shape[1], q.shape[2]), q.stride())
     return torch.cat([q, k], 1)
 
 

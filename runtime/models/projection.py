@@ -64,8 +64,8 @@ class Projection:
 
     def parts(self, x: Tensor, heads: Sequence[int], head_dim: int) -> tuple[Tensor, ...]:
         """The product by heads: [tokens, heads[i], head_dim] for each i."""
-        outs = [y.view(len(y), y.shape[1] // head_dim, head_dim) for y in self._outs(x)]
-        return outs[0].split(list(heads), dim=1) if len(outs) == 1 else tuple(outs)
+        outs = [y.view(y.shape[0], -1, head_dim) for y in self._outs(x)]
+        return outs[0].split_with_sizes(list(heads), dim=1) if len(outs) == 1 else tuple(outs)
 
     def _outs(self, x: Tensor) -> list[Tensor]:
         return [linear(x) for linear in self._linears]
