@@ -49,7 +49,8 @@ class Eviction(NamedTuple):
         """From what the user asks for; UserError where that is nothing."""
         if method is None and tokens is None:
             return None
-        if method not in get_args(Method):
+        known: Method | None = next((m for m in get_args(Method) if m == method), None)
+        if known is None:
             raise UserError(
                 f"kv_eviction must be one of {', '.join(get_args(Method))}, got {method!r}"
             )
@@ -58,7 +59,7 @@ class Eviction(NamedTuple):
                 f"kv_budget must be at least {LEAST * BLOCK_SIZE} tokens with "
                 f"kv_eviction='{method}', got {tokens}"
             )
-        return cls(method, tokens // BLOCK_SIZE)
+        return cls(known, tokens // BLOCK_SIZE)
 
     @property
     def bound(self) -> int | None:
