@@ -75,9 +75,7 @@ def test_the_fastest_right_candidate_is_kept(
     )
     monkeypatch.setitem(tuning.TUNABLES, "wna16", few)
     told: list[int] = []
-    trials = list(
-        tuning.tune([P], kernel_device, clock, lambda nbytes: 2, lambda: told.append(1))
-    )
+    trials = list(tuning.tune([P], kernel_device, clock, lambda nbytes: 2, lambda: told.append(1)))
     assert len(told) == candidates_to_time([P], kernel_device) == 12
     for trial, rows in zip(trials, tunable.buckets, strict=True):
         shipped = tunable.candidates(P, rows, kernel_device)[0]
