@@ -257,6 +257,7 @@ def test_a_client_that_goes_takes_its_request_along(server, stream):
         until(lambda: engine._engine.has_work)
     server.idle()
     line = until(lambda: [x for x in server.requests() if x["outcome"] == "client_gone"])[-1]
+    assert line["status"] == (200 if stream else 499)
     assert line["completion_tokens"] < 240 and line["finish_reasons"] in ([None], ["abort"])
 
 

@@ -6,15 +6,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from .chat import chat_routes
 from .completions import completion_routes
 from .embeddings import embedding_routes
 from .errors import add_error_handlers
-from .frame import Frame
+from .frame import ClientGone, Context, Frame
 from .gate import Gate
 from .page import page_routes
 from .service import Service
@@ -45,9 +46,16 @@ def make_routes(service: Service, stop: Callable[[], None]) -> FastAPI:
         redoc_url=None, description="A language model over OpenAI's interface.",
     )  # fmt: skip
     add_error_handlers(app)
+    app.add_exception_handler(ClientGone, _gone)
     for routes in (
         status_routes, completion_routes, chat_routes, embedding_routes, token_routes,
     ):  # fmt: skip
         app.include_router(routes(service))
     app.include_router(page_routes())
     return app
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; the log and the metrics have the status by which proxies say so."""
+    Context.of(request).outcome = "client_gone"
+    return Response(status_code=499)

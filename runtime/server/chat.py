@@ -25,7 +25,7 @@ from .answers import (
     chat_logprobs,
     usage_of,
 )
-from .errors import ERRORS
+from .errors import STREAMED
 from .frame import Context
 from .generation import Events, Generation, news, sse, stream, until_gone
 from .messages import as_conversation
@@ -37,7 +37,7 @@ from .tools import ToolUse, tool_use
 def chat_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation. With `stream`, server-sent events."""
         context = Context.of(request)

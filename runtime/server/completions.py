@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..request import CompletionOutput, RequestOutput
 from ..sampling.logprobs import TokenLogprobs
 from .answers import Completion, CompletionChoice, CompletionLogprobs, as_json, finite, usage_of
-from .errors import ERRORS
+from .errors import STREAMED
 from .frame import Context
 from .generation import Events, Generation, news, sse, stream, until_gone
 from .protocol import DEFAULT_TOKENS, CompletionRequest
@@ -21,7 +21,7 @@ from .service import Service
 def completion_routes(service: Service) -> APIRouter:
     router = APIRouter(tags=["generation"])
 
-    @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
+    @router.post("/v1/completions", response_model=Completion, responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several. With `stream`, server-sent events."""
         context = Context.of(request)

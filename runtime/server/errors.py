@@ -41,6 +41,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503)
 }
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+}  # of routes that can stream, beside their model
+
 
 class ApiError(Exception):
     """An answer that is an error. retry_after: seconds after which it may go well."""

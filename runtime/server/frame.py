@@ -71,6 +71,9 @@ class Frame:
                 late = ApiError(503, "the server has ended", code="shut_down", retry_after=5)
                 await late.response()(scope, receive, self._send(context, send))
         except Exception as e:  # the last resort: another request must not suffer from it
+            if isinstance(e.__cause__, ClientGone):  # told so by who could not answer any more
+                context.outcome = "client_gone"
+                return
             context.outcome = "fault"
             log("fault", logging.ERROR, e, request_id=context.request_id)
             if context.status is None:

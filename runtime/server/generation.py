@@ -161,8 +161,11 @@ class EventStream(Response):
         self._first, self._events, self._context = first, events, context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await until_gone(receive, self._send_all(send))
+        try:
+            async with contextlib.aclosing(self._events):
+                await until_gone(receive, self._send_all(send))
+        except ClientGone:  # after the answer has begun there is no other
+            self._context.outcome = "client_gone"
 
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

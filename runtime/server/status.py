@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from .answers import Model, Models, as_json
 from .errors import ERRORS, ApiError
@@ -41,7 +41,7 @@ def status_routes(service: Service) -> APIRouter:
         service.check_model(name)
         return as_json(_model(service))
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """In Prometheus' text format."""
         loaded = service.loaded
