@@ -9,6 +9,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import check_apart, model_path, print_json, say, write_json
+from .common_options import AsJson, Device, Dtype
 
 if TYPE_CHECKING:
     from ...evals.bench.load import Arrivals
@@ -73,17 +74,15 @@ def bench(
     max_num_seqs: Annotated[
         int | None, typer.Option(help="Requests that run at once. [default: what the loads send]")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
-    ] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     kv: Annotated[
         str, typer.Option(help="Format of the KV cache, as of quantize generate.")
     ] = "auto",
     report: Annotated[
         Path | None, typer.Option(help="Write the results too: FILE.json, for quantize report.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure latency and throughput of serving, of our engine or of any server.
 

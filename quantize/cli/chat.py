@@ -14,6 +14,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import model_path, say, terminal
+from .common_options import Device, Dtype, ServedModel, Speculate
 from .generate import guesser_of, say_speculation
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an
 
 
 def chat(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
-    ],
+    model: ServedModel,
     system: Annotated[str | None, typer.Option(help="What the model is told at first.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Of an answer, at most.")] = 1024,
     temperature: Annotated[float, typer.Option(help="0 is greedy: the likeliest token.")] = 0.7,
@@ -37,18 +36,13 @@ def chat(
         float, typer.Option(help="Draw from tokens with this share of the likeliest one's.")
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     kv: Annotated[
         str,
         typer.Option(help="Format of the KV cache: int8, int4, ..., model: none, auto."),
     ] = "auto",
-    speculate: Annotated[
-        str | None,
-        typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
-    ] = None,
+    speculate: Speculate = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="What each answer took, on standard error.")
     ] = False,

@@ -12,6 +12,7 @@ from ..presets import PRESETS
 from ..recipe import Calibration
 from ..sizes import parse_size
 from .common import model_path, print_json, say, terminal, write_json
+from .common_options import AsJson, Device, SourceModel
 from .eval import WINDOWS
 from .recipe_options import build_recipe
 
@@ -25,7 +26,7 @@ CTX = 2048
 
 
 def compare(
-    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
+    model: SourceModel,
     out: Annotated[
         Path, typer.Option("-o", "--out", help="The folder for checkpoints, results and report.")
     ] = Path("lowbit-compare"),
@@ -63,7 +64,7 @@ def compare(
     dtype: Annotated[
         str, typer.Option(help="Of measuring: auto (float32 on a CPU), float32, bfloat16, float16.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time the runtime's decode, one request.")
     ] = False,
@@ -88,7 +89,7 @@ def compare(
     no_timing: Annotated[
         bool, typer.Option("--no-timing", help="Leave the machine unmeasured: sizes alone.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make several quantizations of a model, measure each against it, and recommend one.
 

@@ -12,6 +12,7 @@ from ...kernels.errors import counted
 from ..layout_check import FORMATS
 from ..sizes import MAX_SHARD_SIZE
 from .common import print_json, say
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ..conversion import ConvertResult
@@ -36,7 +37,7 @@ def convert(
     max_shard_size: Annotated[
         str, typer.Option(help="Largest weight file: 5GB, 500MB, 2GiB, ...")
     ] = MAX_SHARD_SIZE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Store a checkpoint's numbers in another layout, exactly or not at all.
 

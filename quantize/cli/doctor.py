@@ -9,6 +9,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import print_json, terminal
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ..kernel_choices import KernelChoice
@@ -23,7 +24,7 @@ def doctor(
         str, typer.Option(help="For that: auto, cpu or cuda, which need not be here.")
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="Of activations.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print versions and devices; with --ops, the kernels that would run a checkpoint and why.
 

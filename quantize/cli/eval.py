@@ -9,6 +9,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import model_path, say
+from .common_options import AsJson, Device, ServedModel
 
 if TYPE_CHECKING:
     from ...evals.generation import GenerationPlan
@@ -18,9 +19,7 @@ NAMED = ("hf-2048", "hf-stride", "llama.cpp-512")  # of evals/protocols.py, whic
 
 
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
-    ],
+    model: ServedModel,
     base: Annotated[
         str | None, typer.Option(help="The model it was made from: adds the divergence from it.")
     ] = None,
@@ -60,7 +59,7 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="auto (float32 on a CPU), float32, bfloat16, float16.")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     kv: Annotated[
         str,
         typer.Option(
@@ -96,7 +95,7 @@ def evaluate(
     report: Annotated[
         Path | None, typer.Option(help="Write the report too: FILE.md or FILE.json.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure a model's perplexity and, with --base, its KL divergence from the original.
 

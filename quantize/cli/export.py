@@ -11,6 +11,7 @@ import typer
 from ...kernels.errors import UserError
 from ..recipe import Calibration
 from .common import check_apart, model_path, print_json, say, terminal
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ..gguf.export import ExportReport
@@ -68,7 +69,7 @@ def export(
         typer.Option(help="Cut into parts of at most so many bytes of tensors: 500MB, 2G, ..."),
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a GGUF file for llama.cpp, tokenizer included.
 

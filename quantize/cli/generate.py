@@ -10,15 +10,14 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import model_path, print_json, say
+from .common_options import AsJson, Device, Dtype, ServedModel, Speculate
 
 if TYPE_CHECKING:
     from ...runtime import LLM, RequestOutput, StructuredOutputsParams
 
 
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
-    ],
+    model: ServedModel,
     prompt: Annotated[str, typer.Argument(help="The text to continue, or to answer.")],
     max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy: the likeliest token.")] = 0.0,
@@ -47,10 +46,8 @@ def generate(
             "--chat/--no-chat", help="Use the chat template; by default where it has one."
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     kv: Annotated[
         str,
         typer.Option(
@@ -58,14 +55,11 @@ def generate(
             " model: none, auto: as the checkpoint says."
         ),
     ] = "auto",
-    speculate: Annotated[
-        str | None,
-        typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
-    ] = None,
+    speculate: Speculate = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate text; it is written as it comes.
 

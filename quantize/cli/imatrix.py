@@ -10,10 +10,11 @@ import typer
 from ...kernels.errors import UserError
 from ..recipe import Calibration
 from .common import check_apart, model_path, print_json, say
+from .common_options import AsJson, Device, SourceModel
 
 
 def imatrix(
-    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
+    model: SourceModel,
     out: Annotated[
         Path, typer.Option("-o", "--out", help="The file to write: NAME.gguf, or NAME.dat.")
     ],
@@ -26,9 +27,9 @@ def imatrix(
     dtype: Annotated[
         str, typer.Option(help="Of forward passes: auto, float32, bfloat16, float16.")
     ] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write an importance matrix, as llama-imatrix would: for `quantize export --imatrix`, or for
     llama-quantize.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import print_json, terminal
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ..spec import LayerScheme, QuantSpec
@@ -21,7 +22,7 @@ def inspect(
     every: Annotated[
         bool, typer.Option("--all", help="A line for every linear, or every tensor of a file.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print a checkpoint's layers, schemes, bits per weight and size; a GGUF file's metadata.
 

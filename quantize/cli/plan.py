@@ -10,6 +10,7 @@ import typer
 
 from ..recipe import Recipe
 from .common import model_path, print_json, say, terminal
+from .common_options import AsJson, Device, SourceModel
 from .recipe_options import takes_recipe
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 @takes_recipe
 def plan(
-    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
+    model: SourceModel,
     chosen: Recipe,
     out: Annotated[
         Path | None,
         typer.Option("-o", "--out", help="Where a run would write: checked, nothing is made."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="An existing checkpoint may be replaced.")
     ] = False,
@@ -33,7 +34,7 @@ def plan(
         bool, typer.Option("--no-timing", help="Leave the machine unmeasured: no estimate of time.")
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="A line for every linear.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a quantization would give, need and take; read no weight and write nothing.
 

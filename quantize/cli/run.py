@@ -11,6 +11,7 @@ from ..kv_names import describe_kv
 from ..recipe import Recipe
 from ..sizes import MAX_SHARD_SIZE
 from .common import model_path, print_json, say, terminal
+from .common_options import AsJson, Device, SourceModel
 from .recipe_options import takes_recipe
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
 @takes_recipe
 def run(
-    model: Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")],
+    model: SourceModel,
     out: Annotated[Path, typer.Option("-o", "--out", help="The checkpoint folder to make.")],
     chosen: Recipe,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Device = "auto",
     dump_recipe: Annotated[
         bool, typer.Option("--dump-recipe", help="Print the recipe that would run, and stop.")
     ] = False,
@@ -35,7 +36,7 @@ def run(
     max_shard_size: Annotated[
         str, typer.Option(help="Largest weight file: 5GB, 500MB, 2GiB, ...")
     ] = MAX_SHARD_SIZE,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Quantize a model into a packed checkpoint that transformers and vLLM load.
 

@@ -9,6 +9,7 @@ import typer
 
 from ..sizes import parse_size
 from .common import model_path
+from .common_options import Device, Dtype, ServedModel
 
 if TYPE_CHECKING:
     from ...runtime import LLM
@@ -17,9 +18,7 @@ _ENGINE, _LIMITS, _ACCESS = "Engine", "Limits", "Access and logs"
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
-    ],
+    model: ServedModel,
     host: Annotated[str, typer.Option(help="0.0.0.0 for every address of this machine.")] = (
         "127.0.0.1"
     ),
@@ -28,10 +27,8 @@ def serve(
         str | None,
         typer.Option(help="What requests call the model; its folder's name if not said."),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     kv: Annotated[
         str, typer.Option(help="Format of the KV cache: int8, int4, ..., model: none, auto.")
     ] = "auto",

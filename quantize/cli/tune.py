@@ -9,6 +9,7 @@ import typer
 
 from ...kernels.errors import UserError
 from .common import print_json, terminal
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ...evals.tune import Trial
@@ -19,7 +20,7 @@ SECONDS_A_TRIAL = 2.0  # of compiling and timing one choice, for the estimate
 def tune(
     checkpoint: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
     dtype: Annotated[str, typer.Option(help="Of activations: bfloat16 or float16.")] = "bfloat16",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time kernel tiles on this GPU for a checkpoint's linears, and keep the fastest.
 

@@ -9,6 +9,7 @@ import typer
 
 from ...kernels.errors import counted
 from .common import print_json
+from .common_options import AsJson
 
 if TYPE_CHECKING:
     from ..verification import VerifyReport
@@ -22,7 +23,7 @@ def verify(
         str | None,
         typer.Option(metavar="BASE", help="The original model, to compare each tensor with."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Examine a checkpoint of any layout: files, index, headers, shapes, scales, codes, side files.
 

@@ -1,0 +1,19 @@
+"""Arguments and options that mean the same in several commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ServedModel = Annotated[
+    str, typer.Argument(help="Model folder, original or quantized, a GGUF file, or a Hub id.")
+]
+SourceModel = Annotated[str, typer.Argument(help="A model folder, a GGUF file, or a Hub id.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="Of activations: auto, float32, bfloat16, float16.")]
+Speculate = Annotated[
+    str | None,
+    typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]
