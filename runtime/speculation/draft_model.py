@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
-from ..kv_pools import layer_pools
+from ..kv_pools import PagedKV
 from ..loader import LoadedModel
 from ..models.choice import decline_model, make_decoder
-from ..models.decoder import KVPools
 from ..request import Continuation
 from ..sampler import draw, probabilities, sampling_batch
 from ..sampling.params import GREEDY
@@ -65,26 +64,22 @@ class DraftModel:
         config = loaded.model.config.get_text_config(decoder=True)
         self._longest = getattr(config, "max_position_embeddings", None) or max_len + most
         self._decoder = make_decoder(loaded.model, min(self._longest, max_len + most))
-        self._pools: list[KVPools] = []
+        self._kv = PagedKV(
+            self._decoder.layers, self._decoder.kinds, None, loaded.dtype, loaded.device
+        )
         self._known: dict[Continuation, _State] = {}
 
     @property
     def block_bytes(self) -> int:
         """Of one block in all layers."""
-        return sum(part.nbytes for pools in self._new_pools(1, "meta") for part in pools)
+        return self._kv.block_bytes
 
     def allocate(self, blocks: int) -> None:
         """Memory for so many blocks. A continuation that finds no room in it, or is longer than the
         smaller model's context, gets no proposals."""
-        self._pools = self._new_pools(blocks + 1, self._loaded.device)
+        self._kv.allocate(blocks, 0)
         kinds = [KVKind(blocks, window) for window in self._decoder.windows]
         self._blocks = BlockManager(kinds, BLOCK_SIZE, prefix_cache=False)
-
-    def _new_pools(self, blocks: int, device: torch.device | str) -> list[KVPools]:
-        return [
-            layer_pools(i, layer, blocks, BLOCK_SIZE, None, self._loaded.dtype, device)
-            for i, layer in enumerate(self._decoder.layers)
-        ]
 
     @torch.inference_mode()
     def propose(self, asked: Sequence[Drafting]) -> list[Proposal]:
@@ -198,7 +193,7 @@ class DraftModel:
             lens, ends, tables, self._loaded.device,
         )  # fmt: skip
         at = torch.tensor(lens, device=self._loaded.device).cumsum(0) - 1
-        hidden = self._decoder(inputs.token_ids, self._pools, inputs.batches, inputs.new, at)
+        hidden = self._decoder(inputs.token_ids, self._kv.pools, inputs.batches, inputs.new, at)
         return list(hidden if keep_last else hidden[:-1])
 
 
