@@ -87,7 +87,7 @@ class StepPlan:
             else:
                 self._add_tokens(run, known)
                 for slots, blocks in zip(self.slots, sequence.table.blocks, strict=True):
-                    _add_slots(slots, blocks, max(start, run.stored), end, block_size, start)
+                    add_slots(slots, blocks, max(start, run.stored), end, block_size, start)
             for kind, entry in run.adopted:
                 self._leave_out(run, kind, entry, block_size)
 
@@ -116,7 +116,7 @@ def _last_into_each(copies: list[BlockCopy]) -> list[BlockCopy]:
     return list(last.values())[::-1]
 
 
-def _add_slots(
+def add_slots(
     slots: array[int], blocks: array[int], begin: int, end: int, size: int, start: int
 ) -> None:
     """The slots of positions start to end - 1; those before `begin` have none."""

@@ -25,6 +25,7 @@ from ..sampling.philox import as_int64, uniforms
 from ..scheduling.block_manager import BlockManager
 from ..scheduling.block_table import BlockTable
 from ..scheduling.config import BLOCK_SIZE, KVKind
+from ..scheduling.plan import add_slots
 from ..step_inputs import step_inputs
 from .proposer import Drafting, Proposal, Verified
 
@@ -180,17 +181,16 @@ class DraftModel:
         for run in runs:
             run.state.stored.extend(run.tokens)
         ends = [len(run.state.stored) for run in runs]
-        places = [range(*of) for of in zip(starts, ends, strict=True)]
+        places = [p for of in zip(starts, ends, strict=True) for p in range(*of)]
         tables = list(zip(*(run.state.table.blocks for run in runs), strict=True))
-        slots = [
-            [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-             for table, of in zip(tables[kind], places, strict=True) for p in of]
-            for kind in range(len(self._decoder.windows))
-        ]  # fmt: skip
+        slots = [array("q") for _ in tables]
+        for kind, of_kind in zip(slots, tables, strict=True):
+            for blocks, start, end in zip(of_kind, starts, ends, strict=True):
+                add_slots(kind, blocks, start, end, BLOCK_SIZE, start)
         lens = [len(run.tokens) for run in runs]
         inputs = step_inputs(
-            [t for run in runs for t in run.tokens], [p for of in places for p in of], slots,
-            lens, ends, tables, self._loaded.device,
+            [t for run in runs for t in run.tokens], places, slots, lens, ends, tables,
+            self._loaded.device,
         )  # fmt: skip
         at = torch.tensor(lens, device=self._loaded.device).cumsum(0) - 1
         hidden = self._decoder(inputs.token_ids, self._kv.pools, inputs.batches, inputs.new, at)
