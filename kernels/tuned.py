@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,12 +95,8 @@ def tuned_choice(
     """What was found best for `rows` tokens on `device`; None where nothing was timed."""
     if device.type != "cuda" or problem.batch_invariant:
         return None
-    return first_fit(_choices_on(device_name(device)).get(weight_key(kernel, problem), ()), rows)
-
-
-def first_fit(choices: Sequence[Tuned], rows: int) -> Tuned | None:
-    """The one of `choices`, in rising order of their tokens, that `rows` tokens fall under."""
-    return next((choice for choice in choices if rows <= choice.rows), None)
+    rising = _choices_on(device_name(device)).get(weight_key(kernel, problem), ())
+    return next((choice for choice in rising if rows <= choice.rows), None)
 
 
 @functools.lru_cache
@@ -110,6 +106,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.lru_cache
 def _choices_on(device: str) -> dict[str, tuple[Tuned, ...]]:
+    """By kind of weight, in rising order of their tokens."""
     found: dict[str, list[Tuned]] = {}
     for choice in read_tuned(tuned_file(device)):
         found.setdefault(choice.key, []).append(choice)
