@@ -282,7 +282,11 @@ def complete():
     asked = urllib.request.Request(
         url + "/v1/completions", body, {{"content-type": "application/json"}}
     )
-    print(json.load(urllib.request.urlopen(asked))["usage"]["completion_tokens"], flush=True)
+    try:
+        answer = urllib.request.urlopen(asked)
+    except OSError:  # its traceback would stand amid the log's lines
+        return
+    print(json.load(answer)["usage"]["completion_tokens"], flush=True)
 """
 TERMINATE = """
 def act():
@@ -304,9 +308,9 @@ def act():
 @pytest.mark.parametrize(
     ("act", "code", "stdout", "last"),
     [
-        (TERMINATE, 0, "240\n", "ended"),
-        (TERMINATE_TWICE, 143, "", "ended at once"),
-        (KILL_THE_ENGINE, 1, "", "request"),
+        (TERMINATE, 0, "240\n", {"ended"}),
+        (TERMINATE_TWICE, 143, "", {"ended at once"}),
+        (KILL_THE_ENGINE, 1, "", {"the engine has died", "request"}),
     ],
     ids=["a signal drains", "a second ends at once", "the engine's death ends it"],
 )
@@ -316,8 +320,9 @@ def test_the_process_ends_as_it_should(command, folder, act, code, stdout, last)
     outcome = command(*asked, before=ASKS_ITSELF + act)
     lines = [json.loads(line) for line in outcome.stderr.splitlines() if line[:1] == "{"]
     assert (outcome.code, outcome.stdout) == (code, stdout), outcome.stderr
-    assert lines[-1]["event"] == last
+    told = {line["event"]: line for line in lines[-len(last) :]}
+    assert told.keys() == last
     if act == KILL_THE_ENGINE:
         (death,) = (line for line in lines if line["level"] == "critical")
-        assert death["event"] == "the engine has died" and "no room" in death["traceback"]
-        assert lines[-1]["status"] == 503
+        assert death is told["the engine has died"] and "no room" in death["traceback"]
+        assert told["request"]["status"] == 503
