@@ -7,7 +7,8 @@ Of each file type three files are made: weights rounded, rounded with an importa
 GPTQ. With `--llama-cpp`, the folder of llama.cpp's programs, llama-quantize makes the same type
 with the same importance matrix, and llama-perplexity measures every file too. Windows are its own
 (ctx 512, the first half of each skipped), and what matrices read is rounded as llama.cpp rounds it
-unless `--inputs exact` is given. Results are kept as by evals/accuracy_matrix.py.
+unless `--inputs exact` is given. `--imatrix-samples` takes more rows for the importance matrix,
+which costs a forward pass, than GPTQ takes. Results are kept as by evals/accuracy_matrix.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ METHODS = {"round": (), "imatrix": (), "gptq": ("--method", "gptq")}
 
 def _bar(kind: str) -> Bar:
     """What a type's GPTQ row is held to: the same type rounded with the importance matrix, which
-    are llama-quantize's bytes (docs/gguf.md), so that it can be told without its programs too."""
+    are llama-quantize's bytes (docs/gguf.md), so that it can be told without its programs too;
+    with them, llama-quantize's own file (`_held_to_peer`)."""
     if kind in NATS:
         return Bar(NATS[kind], "nats")
     return Bar(SHARES.get(kind, 1.0), f"{kind}/imatrix")
@@ -71,6 +73,7 @@ class GGUFSettings(Settings):
     windows: int = 40
     ctx: int = 512
     together: int = 2
+    imatrix_samples: int = 0  # rows of the importance matrix; 0: as many as `samples`
     inputs: str = "llama.cpp"  # of evals/scorer.py's INPUTS
 
 
@@ -84,7 +87,7 @@ class GGUFStudy(ModelStudy):
         self, model: Path, folder: Path, settings: GGUFSettings, tools: LlamaTools | None
     ) -> None:
         super().__init__(model, folder, settings)
-        self._tools, self._inputs = tools, settings.inputs
+        self._tools, self._sizes = tools, settings
 
     def _command(self, row: MatrixRow | PeerRow, out: Path, pythons: dict[str, str]) -> list[str]:
         out.unlink(missing_ok=True)
@@ -93,19 +96,20 @@ class GGUFStudy(ModelStudy):
             return self._tools.quantize_command(self._float(), out, row.family, self._imatrix())
         options = [*row.options, *([] if row.method == "round" else self._weighed())]
         if row.method == "gptq":
-            options += self._calibration()
+            options += self._calibration(self.settings.samples)
         return [*_quantize("export"), str(self.model), "-o", str(out), *options]
 
     def _weighed(self) -> list[str]:
         return ["--imatrix", str(self._imatrix())]
 
-    def _calibration(self) -> list[str]:
+    def _calibration(self, samples: int) -> list[str]:
         s = self.settings
-        return ["--calib", s.calib, "--samples", str(s.samples), "--seq-len", str(s.seq_len)]
+        return ["--calib", s.calib, "--samples", str(samples), "--seq-len", str(s.seq_len)]
 
     def _imatrix(self) -> Path:
-        """The importance matrix of the calibration rows, for every row that is weighed."""
-        return self._made_once("imatrix.gguf", "imatrix", *self._calibration())
+        """The importance matrix of the calibration text, for every row that is weighed."""
+        samples = self._sizes.imatrix_samples or self._sizes.samples
+        return self._made_once("imatrix.gguf", "imatrix", *self._calibration(samples))
 
     def _float(self) -> Path:
         """The model in F16, which llama.cpp's programs start from."""
@@ -128,10 +132,10 @@ class GGUFStudy(ModelStudy):
         return folder_of(path, lambda line: None, self._scratch)
 
     def _report(self, folders: dict[str, Path], caches: dict[str, str]) -> Report:
-        s = self.settings
+        s = self._sizes
         windows = llama_perplexity(tokenizing(self._tokenizer), s.windows, s.ctx)
         return measure_models(
-            folders, self._evaluation_text(), windows, base=BASE, dtype=s.dtype, inputs=self._inputs
+            folders, self._evaluation_text(), windows, base=BASE, dtype=s.dtype, inputs=s.inputs
         )
 
     def _remove(self, row: MatrixRow | PeerRow) -> None:
@@ -188,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calib", default="wikitext")
     parser.add_argument("--text", default="wikitext")
     parser.add_argument("--inputs", default=GGUFSettings.inputs, choices=INPUTS)
-    for name in ("samples", "seq_len", "windows", "ctx", "together"):
+    for name in ("samples", "imatrix_samples", "seq_len", "windows", "ctx", "together"):
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=getattr(GGUFSettings, name)
         )
@@ -213,10 +217,11 @@ def _run(args: argparse.Namespace) -> list[str]:
     tools = None
     if args.llama_cpp is not None:
         tools = LlamaTools(args.llama_cpp, torch.get_num_threads())
+        rows = [_held_to_peer(row) for row in rows]
     sizes = FAST if args.fast else {name: getattr(args, name) for name in FAST}
     settings = GGUFSettings(
         args.calib, args.text, sizes["samples"], sizes["seq_len"], sizes["windows"], sizes["ctx"],
-        together=args.together, inputs=args.inputs,
+        together=args.together, imatrix_samples=args.imatrix_samples, inputs=args.inputs,
     )  # fmt: skip
     studies: list[ModelStudy] = []
     failed = []
@@ -230,6 +235,12 @@ def _run(args: argparse.Namespace) -> list[str]:
         Console(width=max(WIDTH, Console().width)).print(rich_table(model.name, lines))
         failed += [f"{model.name}, {k}: {r.error}" for k, r in study.results().items() if r.error]
     return failed
+
+
+def _held_to_peer(row: MatrixRow) -> MatrixRow:
+    if row.bar is None or row.bar.of == "nats":
+        return row
+    return replace(row, bar=Bar(row.bar.limit, "peers"))
 
 
 def _peers(rows: Sequence[MatrixRow], tools: LlamaTools | None) -> list[PeerRow]:

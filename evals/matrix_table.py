@@ -41,6 +41,11 @@ class Result:
     llama_kld: float | None = None
     error: str | None = None
 
+    @property
+    def divergence(self) -> float | None:
+        """What the row is judged by: llama-perplexity's number where there is one."""
+        return self.kld if self.llama_kld is None else self.llama_kld
+
 
 class Verdict(NamedTuple):
     """A number over its reference, and whether it keeps to the bar; None: there is no reference."""
@@ -65,9 +70,9 @@ class BestPeer(NamedTuple):
 def best_peer(family: str, model: str, results: Mapping[str, Result]) -> BestPeer | None:
     """Measured peers where there are any; else what was recorded for a model of this name."""
     measured = [
-        BestPeer(r.tool, r.kld, False)
+        BestPeer(r.tool, r.divergence, False)
         for r in results.values()
-        if r.tool is not None and r.family == family and r.kld is not None
+        if r.tool is not None and r.family == family and r.divergence is not None
     ]
     recorded = [
         BestPeer(row.tool, row.recorded[model], True)
@@ -81,9 +86,9 @@ def verdict(
     bar: Bar | None, result: Result, model: str, results: Mapping[str, Result]
 ) -> Verdict | None:
     """How the result stands against the bar; None without a bar, a number or a reference."""
-    if bar is None or result.kld is None or result.perplexity is None:
+    if bar is None or result.divergence is None or result.perplexity is None:
         return None
-    value, reference = result.kld, None
+    value, reference = result.divergence, None
     if bar.of == "peers":
         peer = best_peer(result.family, model, results)
         reference = None if peer is None else peer.kld
@@ -92,7 +97,7 @@ def verdict(
     elif bar.of == "original perplexity":
         value, reference = result.perplexity, result.original_perplexity
     elif bar.of in results:
-        reference = results[bar.of].kld
+        reference = results[bar.of].divergence
     return None if not reference else Verdict(value / reference, bar.limit, bar.of)
 
 
@@ -157,7 +162,7 @@ def _cells(result: Result, bar: Bar | None, model: str, results: Mapping[str, Re
         _number(result.cpu_seconds, ".0f"),
         "" if result.peak_memory is None else f"{result.peak_memory / 1e6:.0f}",
         "" if peer is None else f"{peer.tool} {peer.kld:.4f}{'*' if peer.recorded else ''}",
-        "" if peer is None or result.kld is None else f"{result.kld / peer.kld:.2f}",
+        "" if peer is None or result.divergence is None else f"{result.divergence / peer.kld:.2f}",
         _bar_cell(bar, verdict(bar, result, model, results)),
     ]
 

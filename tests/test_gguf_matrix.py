@@ -90,6 +90,7 @@ def test_rows_are_made_measured_and_kept(
     def run_here(command: list[str], log: Path) -> ProcessCost:
         made.append(log.stem)
         if "imatrix" in command:
+            assert command[command.index("--samples") + 1] == "6", "its own number of rows"
             out = Path(command[command.index("-o") + 1])
             out.write_bytes(b"")
             return ProcessCost(1.0, 1.0, 1)
@@ -106,7 +107,8 @@ def test_rows_are_made_measured_and_kept(
     out = tmp_path / "out"
     arguments = [
         "matrix", "--models", str(model), "--calib", str(text), "--text", str(text), "--fast",
-        "--out", str(out), "--rows", "Q4_0", "--llama-cpp", str(programs), "--markdown", str(page),
+        "--out", str(out), "--rows", "Q4_0", "--imatrix-samples", "6", "--llama-cpp", str(programs),
+        "--markdown", str(page),
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", arguments)
     gguf_matrix.main()
@@ -118,6 +120,9 @@ def test_rows_are_made_measured_and_kept(
     assert results["llama.cpp/Q4_0/imatrix"]["kld"] < results["Q4_0/round"]["kld"], "the F16 file"
     shown = page.read_text()
     assert shown.startswith("before\n") and shown.endswith("after\n") and "old" not in shown
+    assert "1 > 0.75 of peers: missed" in shown, (
+        "as far from F16 as llama-quantize's, as llama.cpp says"
+    )
     assert "0.13980" in shown and "KLD in llama.cpp" in shown and "file, MB" in shown
     assert not list((out / "m" / "checkpoints").iterdir())
     before = len(made)
