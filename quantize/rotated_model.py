@@ -42,16 +42,17 @@ def rotated_model(
     source: TensorSource | None = None,
     config: Any = None,
     verify: bool = True,
+    stored: torch.dtype | None = None,
 ) -> tuple[LayeredModel, RotatedSource]:
     """The model in `folder` under R1 and R2, and its tensors.
 
-    source, config: in place of the folder's own. verify: whether it is run before and after, which
-    reads weights; without, names alone decide. Raises UserError for a model that the rotation
-    cannot be fused into, before any of it is quantized.
+    source, config: in place of the folder's own. stored: as of RotatedSource. verify: whether it
+    is run before and after, which reads weights; without, names alone decide. Raises UserError for
+    a model that the rotation cannot be fused into, before any of it is quantized.
     """
     plain = Shards(folder) if source is None else source
     original = LayeredModel(folder, torch.float32, device, plain, config)
-    rotated = RotatedSource(plain, original, settings)
+    rotated = RotatedSource(plain, original, settings, stored)
     config = deepcopy(original.config)
     for part in (config, config.get_text_config()):
         for key, value in rotated.config_changes.items():
@@ -101,14 +102,19 @@ def changed_tensors(
 
 
 def write_rotated(
-    folder: Path, out: Path, settings: RotateSettings | None = None, overwrite: bool = False
+    folder: Path,
+    out: Path,
+    settings: RotateSettings | None = None,
+    overwrite: bool = False,
+    stored: torch.dtype | None = None,
 ) -> RotatedSource:
     """Write the model in `folder`, rotated and otherwise as it is, as the checkpoint `out`.
 
-    Tensors keep their dtypes; one is in memory at a time. Returns the rotated tensors' source.
+    Tensors keep their dtypes, but those that change are `stored` in that one where it is named; one
+    is in memory at a time. Returns the rotated tensors' source.
     """
     check_output(folder, out, overwrite)
-    _, source = rotated_model(folder, settings or RotateSettings())
+    _, source = rotated_model(folder, settings or RotateSettings(), stored=stored)
     with workspace(out) as partial:
         assembled = partial / "assembled"
         assembled.mkdir()

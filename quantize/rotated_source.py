@@ -37,12 +37,18 @@ class RotatedSource:
     changed: names of the tensors that differ from the stored ones, in the source's order, new ones
     (the head of a model that had it tied to the embedding) last. config_changes: what config.json
     must say differently. `info` gives the stored dtype of every tensor, which a changed one that
-    stays unquantized is written in.
+    stays unquantized is written in: the one it had, unless `stored` names another.
 
     Raises UserError, with the reason, for a model that the rotation cannot be fused into.
     """
 
-    def __init__(self, source: TensorSource, model: LayeredModel, settings: RotateSettings) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        model: LayeredModel,
+        settings: RotateSettings,
+        stored: torch.dtype | None = None,
+    ) -> None:
         """model: the unrotated model of the same folder."""
         self.settings = settings
         self._source = source
@@ -57,6 +63,9 @@ class RotatedSource:
         self.changed = tuple(n for n in self._info if n in self._roles)
         self.config_changes: Mapping[str, Any] = {"tie_word_embeddings": False} if made else {}
         self._check_dtypes()
+        if stored is not None:
+            changed = {n: self._info[n]._replace(dtype=stored) for n in self.changed}
+            self._info = {**self._info, **changed}
 
     @property
     def folder(self) -> Path:

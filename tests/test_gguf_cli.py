@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli.export import export
+from lowbit.quantize.gguf.as_folder import folder_of
 from lowbit.quantize.gguf.reader import GGUFFile
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from .gguf_models import tiny_llama
@@ -19,6 +23,13 @@ from .runtime_models import quantize_folder
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama") / "model")
+
+
+@torch.inference_mode()
+def of_tokens(folder: Path) -> torch.Tensor:
+    """The logits of a model folder for a few tokens, float32 [1, 6, vocabulary]."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded(torch.tensor([[1, 5, 9, 30, 7, 2]])).logits
 
 
 def run(*arguments: str | Path) -> Result:
@@ -63,6 +74,43 @@ def test_an_input_is_not_written_over(model: Path, tmp_path: Path) -> None:
     inside = model / "made.gguf"
     assert run(model, "-o", inside).exit_code == run(model, "-o", inside, "--overwrite").exit_code
     inside.unlink()
+
+
+def test_a_rotated_model_is_the_same_model_in_the_file(model: Path, tmp_path: Path) -> None:
+    """Its greedy tokens are those of the file without; nothing else is left beside it."""
+    calib = tmp_path / "some.txt"
+    calib.write_text("the thin tin then in a thing, and a hat in the bin " * 40)
+    data = ["--calib", calib, "--samples", "4", "--seq-len", "32"]
+    plain, turned = tmp_path / "plain.gguf", tmp_path / "turned.gguf"
+    assert run(model, "-o", plain, "--type", "F32").exit_code == 0
+    result = run(model, "-o", turned, "--type", "F32", "--rotate")
+    assert result.exit_code == 0, result.output
+    assert "rotated by R1" in result.stderr
+    before, after = GGUFFile(plain), GGUFFile(turned)
+    assert after.keys["general.name"] == before.keys["general.name"] == model.name
+    assert set(after.tensors) == {*before.tensors, "output.weight"}, "the head is tied no more"
+    logits = [of_tokens(folder_of(path, print, tmp_path / "cache")) for path in (plain, turned)]
+    assert (logits[1] - logits[0]).norm() < 1e-4 * logits[0].norm()
+    q4 = tmp_path / "q4.gguf"
+    options = ["--type", "Q4_0", "--rotate", "--method", "gptq", "--imatrix", "auto", *data]
+    assert run(model, "-o", q4, *options).exit_code == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"some.txt", "plain.gguf", "turned.gguf", "q4.gguf", "cache"}
+
+
+def test_what_is_not_rotated(model: Path, tmp_path: Path) -> None:
+    out, weights = tmp_path / "m.gguf", tmp_path / "w.dat"
+    weights.write_bytes(b"an importance matrix")
+    checkpoint = quantize_folder(model, tmp_path / "w4", "W4A16", 32)
+    for arguments, word in [
+        ((model, "--imatrix", weights), "--imatrix auto"),
+        ((checkpoint,), "quantized already"),
+    ]:
+        error = run(*arguments, "-o", out, "--rotate").exception
+        assert isinstance(error, UserError) and word in str(error)
+    out.write_bytes(b"mine")
+    assert "exists" in str(run(model, "-o", out, "--rotate").exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "w.dat", "w4"}
 
 
 def test_summary_for_people(model: Path, tmp_path: Path) -> None:

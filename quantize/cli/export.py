@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +61,10 @@ def export(
     ] = Calibration.source,
     samples: Annotated[int, typer.Option(help="Calibration rows.")] = Calibration.samples,
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = Calibration.seq_len,
+    rotate: Annotated[
+        bool,
+        typer.Option(help="Turn the model first (QuaRot), which its outputs do not show."),
+    ] = False,
     pure: Annotated[bool, typer.Option(help="One type for all matrices, no mix.")] = False,
     pre: Annotated[
         str | None,
@@ -82,12 +88,19 @@ def export(
     Example: quantize export ./smollm2-w4 -o smollm2-q4_0.gguf --type Q4_0
     """
     _check_options(to, method, file_type, budget, pure)
+    if rotate and imatrix not in (None, "auto"):
+        raise UserError(
+            f"--rotate turns what linears read, and {imatrix} was measured of the model as it is; "
+            "take --imatrix auto"
+        )
     from ..gguf.export import export_gguf
     from ..gguf.gptq_run import export_gptq
     from ..gguf.imatrix_run import Settings
     from ..gguf.type_plan import wish
+    from ..gguf.writer import to_replace
     from ..sizes import parse_size
 
+    to_replace(out, overwrite)
     check_apart(out, model, *([] if imatrix in (None, "auto") else [imatrix]))
     file_type, types = file_type or DEFAULT_TYPE, list(tensor_type or ())
     wish(file_type, pure, types)
@@ -96,19 +109,45 @@ def export(
     part = None if split_max_size is None else parse_size(split_max_size, "--split-max-size")
     folder = model_path(model)
     settings = Settings(calib, samples, seq_len)
-    weights = _importance(imatrix, folder, settings)
-    if budget is not None:
-        file_type, types = _types_in_budget(budget, folder, settings, types, method)
-    passes = settings._replace(dtype="auto")  # importance matrices stay in float32
-    write = export_gguf if method == "round" else partial(export_gptq, settings=passes)
-    report = write(
-        folder, out, file_type, pure=pure, tensor_types=types, imatrix=weights, pre=pre,
-        overwrite=overwrite, split_max_size=part,
-    )  # fmt: skip
+    with _as_asked(folder, out, rotate) as source:
+        weights = _importance(imatrix, source, settings)
+        if budget is not None:
+            file_type, types = _types_in_budget(budget, source, settings, types, method)
+        passes = settings._replace(dtype="auto")  # importance matrices stay in float32
+        write = export_gguf if method == "round" else partial(export_gptq, settings=passes)
+        report = write(
+            source, out, file_type, pure=pure, tensor_types=types, imatrix=weights, pre=pre,
+            overwrite=overwrite, split_max_size=part,
+        )  # fmt: skip
     if as_json:
         print_json(facts(report))
     else:
         _table(report)
+
+
+@contextmanager
+def _as_asked(folder: Path, out: Path, rotate: bool) -> Iterator[Path]:
+    """The model's folder or, with --rotate, a turned copy in float32 beside `out`, which is removed
+    on leaving."""
+    import torch
+
+    from ..checkpoint.load import Checkpoint
+    from ..checkpoint.workspace import workspace
+    from ..gguf.metadata import model_name
+    from ..rotated_model import write_rotated
+
+    if not rotate:
+        yield folder
+        return
+    if Checkpoint(folder).schemes:
+        raise UserError(f"--rotate: {folder} is quantized already; give the original model")
+    with workspace(out.with_name(f"{out.name}.rotated")) as scratch:
+        copy = scratch / model_name(folder)  # by which the file will call the model
+        source = write_rotated(folder, copy, stored=torch.float32)
+        say(source.description)
+        if source.config_changes:
+            say("the output matrix, tied to the embedding until now, is stored beside it")
+        yield copy
 
 
 def _check_options(

@@ -8,7 +8,7 @@ the metadata, each says which one it is, and the first gets its name last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -198,6 +198,20 @@ def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
+def to_replace(out: Path, overwrite: bool, paths: Sequence[Path] = ()) -> list[Path]:
+    """The files that stand where `out` is to be written, in whatever number of parts or as `paths`.
+
+    UserError when there are any and `overwrite` is not given, or one is a folder.
+    """
+    earlier = sorted(earlier_output(out).union(p for p in paths if p.exists()))
+    for path in (out, *paths, *earlier):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; give the name of a file, such as model.gguf")
+    if earlier and not overwrite:
+        raise UserError(f"{earlier[0]} exists; give another name or --overwrite")
+    return earlier
+
+
 @contextmanager
 def replacing(out: Path, names: list[str], overwrite: bool) -> Iterator[Path]:
     """A folder on the disk of `out` for the files `names`, which are synced and moved beside `out`
@@ -207,12 +221,7 @@ def replacing(out: Path, names: list[str], overwrite: bool) -> Iterator[Path]:
     UserError when that exists and `overwrite` is not given, or another process is writing `out`.
     """
     paths = [out.with_name(name) for name in names]
-    earlier = sorted(earlier_output(out).union(p for p in paths if p.exists()))
-    for path in (out, *paths, *earlier):
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; give the name of a file, such as model.gguf")
-    if earlier and not overwrite:
-        raise UserError(f"{earlier[0]} exists; give another name or --overwrite")
+    earlier = to_replace(out, overwrite, paths)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with workspace(out) as folder:
