@@ -2,47 +2,90 @@
 
 Decoding each token alone breaks characters that several byte tokens make up, and loses the spaces
 that some tokenizers only write between tokens. So the tokens since the last complete character are
-decoded together with the run before them, and the text of that run is taken off the front.
+decoded together with the run before them, and the text of that run is taken off the front. The
+first run is the end of what the text follows, its prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an unfinished character
+_REACHES = (8, 64, 512)  # tokens to look back for some text
+_UNFINISHED = 3  # byte tokens at most of a part of a character
 
 
 class Detokenizer:
     """`push` returns the text that a token completes, `flush` what is left unfinished.
 
-    The pieces add up to the tokenizer's decoding of all ids without special tokens.
+    The pieces add up to what the tokenizer's decoding of all ids without special tokens has after
+    that of `before`. A character that `before` leaves unfinished stays so.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
         self._prefix = 0  # ids before this one are forgotten
-        self._read = 0  # ids before this one have been returned as text
-        self._known = ""  # the text of ids[prefix:read]
+        self._ids = self._end_of(before)
+        self._read = len(self._ids)  # ids before this one have been returned as text
+        self._known = self._decode(self._ids) if self._ids else ""  # of ids[prefix:read]
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        window = self._decode(self._prefix)
-        if window.endswith(REPLACEMENT) or len(window) <= len(self._known):
-            return ""
-        return self._take(window)
+        window = self._window()
+        return self._take(window) if self._is_complete(window) else ""
+
+    def peek(self, token_id: int) -> str:
+        """What `push` of it would return."""
+        window = self._decode([*self._ids[self._prefix :], token_id])
+        return window[len(self._known) :] if self._is_complete(window) else ""
 
     def flush(self) -> str:
-        return self._take(self._decode(self._prefix))
+        return self._take(self._window())
 
     def _take(self, window: str) -> str:
         piece = window[len(self._known) :]
         self._prefix, self._read = self._read, len(self._ids)
-        self._known = self._decode(self._prefix)
+        self._known = self._window()
         return piece
 
-    def _decode(self, start: int) -> str:
-        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+    def _is_complete(self, window: str) -> bool:
+        return len(window) > len(self._known) and not window.endswith(REPLACEMENT)
+
+    def _window(self) -> str:
+        return self._decode(self._ids[self._prefix :])
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _end_of(self, before: Sequence[int]) -> list[int]:
+        """So much of its end that there is text in it: special tokens alone tell nothing."""
+        run: list[int] = []
+        for reach in _REACHES:
+            run = self._whole_characters(list(before[-reach:]))
+            if reach >= len(before) or (run and self._decode(run)):
+                break
+        return run
+
+    def _whole_characters(self, run: list[int]) -> list[int]:
+        """Without the bytes of a character that is cut off at its beginning or unfinished at its
+        end; with those of replacement characters that the text itself ends with."""
+        cuts = range(min(_UNFINISHED, len(run)) + 1)
+        for end in cuts:
+            for begin in cuts:
+                part = run[begin : len(run) - end]
+                text = self._decode(part)
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return part
+        parts = (run[begin:] for begin in cuts)
+        return next((p for p in parts if not self._decode(p).startswith(REPLACEMENT)), run)
+
+
+def text_after(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of `token_ids`, which follow `before`, without special tokens."""
+    detokenizer = Detokenizer(tokenizer, before)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids]
+    return "".join(pieces) + detokenizer.flush()
 
 
 class TextStream:
@@ -50,13 +93,18 @@ class TextStream:
 
     `text` is what was kept so far; `stopped_by` the stop string that was met, which is cut off,
     unless include_stop. `new_text()` returns what is new since the last call and can no longer turn
-    out to be the beginning of a stop string. Without a tokenizer the text stays empty.
+    out to be the beginning of a stop string. before: the ids that it continues. Without a tokenizer
+    the text stays empty.
     """
 
     def __init__(
-        self, tokenizer: Any | None, stop: tuple[str, ...], include_stop: bool = False
+        self,
+        tokenizer: Any | None,
+        stop: tuple[str, ...],
+        include_stop: bool = False,
+        before: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, before)
         self._stop, self._include_stop = stop, include_stop
         self._handed_out = 0
         self._search_from = 0

@@ -195,8 +195,9 @@ class Continuation:
         self.token_times: list[float] = []
         params = request.params
         self.text = TextStream(
-            request.tokenizer, params.stop_strings, params.include_stop_str_in_output
-        )
+            request.tokenizer, params.stop_strings, params.include_stop_str_in_output,
+            request.prompt_token_ids,
+        )  # fmt: skip
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None

@@ -12,16 +12,18 @@ from lowbit.runtime.detokenizer import Detokenizer, TextStream
 from transformers import AutoTokenizer
 
 from .runtime_models import BOS, EOS, byte_tokenizer
+from .sentencepiece_tokenizer import sentencepiece_tokenizer
 
 BYTES = byte_tokenizer()
+SPACED = sentencepiece_tokenizer()
 
 
 def ids_of(text: str) -> list[int]:
     return BYTES(text)["input_ids"]
 
 
-def pieces_of(tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def pieces_of(tokenizer, ids: list[int], before: tuple[int, ...] = ()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, before)
     return [detokenizer.push(i) for i in ids] + [detokenizer.flush()]
 
 
@@ -41,6 +43,59 @@ def test_no_piece_breaks_a_character(text):
 
 def test_special_tokens_are_left_out():
     assert "".join(pieces_of(BYTES, [BOS, *ids_of("a\N{EURO SIGN}"), EOS])) == "a\N{EURO SIGN}"
+
+
+@settings(deadline=None, max_examples=200)
+@given(before=st.text("ab \N{EURO SIGN}", max_size=12), text=st.text("ab \n\xe9", max_size=12))
+@pytest.mark.parametrize("tokenizer", [BYTES, SPACED], ids=["byte level", "SentencePiece"])
+def test_a_text_goes_on_where_its_prompt_ends(tokenizer, before, text):
+    """The space that a token of the continuation begins with is there, as the prompt's is not."""
+    whole, cut = tokenizer(before + text)["input_ids"], len(tokenizer(before)["input_ids"])
+    prompt, new = whole[:cut], whole[cut:]
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, whole)]
+    pieces = pieces_of(tokenizer, new, tuple(prompt))
+    if not decoded[0].endswith("\N{REPLACEMENT CHARACTER}"):
+        assert decoded[0] + "".join(pieces) == decoded[1]
+
+
+@pytest.mark.parametrize("specials", [0, 1, 9, 100])
+def test_special_tokens_at_a_prompts_end_do_not_hide_its_text(specials):
+    before = (*SPACED("ab")["input_ids"], *[SPACED.eos_token_id] * specials)
+    assert "".join(pieces_of(SPACED, SPACED("a b")["input_ids"], before)) == " a b"
+    alone = (SPACED.bos_token_id,) * specials
+    assert "".join(pieces_of(SPACED, SPACED("a b")["input_ids"], alone)) == "a b"
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, SPACED], ids=["byte level", "SentencePiece"])
+def test_what_a_prompt_leaves_unfinished_is_not_the_continuations(tokenizer):
+    euro = [i for i in tokenizer("\N{EURO SIGN}")["input_ids"] if tokenizer.decode([i]) != ""][-3:]
+    before, rest = tuple(tokenizer("ab")["input_ids"] + euro[:2]), tokenizer("b")["input_ids"]
+    pieces = pieces_of(tokenizer, [euro[2], *rest], before)
+    assert "".join(pieces).strip(" ") in (
+        "\N{REPLACEMENT CHARACTER}b",
+        "\N{REPLACEMENT CHARACTER} b",
+    )
+    literal = tokenizer("ab\N{REPLACEMENT CHARACTER}")["input_ids"]
+    assert "".join(pieces_of(tokenizer, tokenizer("b")["input_ids"], tuple(literal))).strip() == "b"
+
+
+def test_a_peek_is_what_a_push_would_give():
+    text = tuple(SPACED("ab")["input_ids"])
+    detokenizer = Detokenizer(SPACED, text)
+    for token in SPACED("b ab\N{EURO SIGN}a")["input_ids"]:
+        assert detokenizer.peek(token) == detokenizer.peek(token) == detokenizer.push(token)
+
+
+def test_a_prompt_of_endless_unfinished_bytes_is_read_in_no_time():
+    calls = []
+
+    class Counting:
+        def decode(self, ids, **options):
+            calls.append(len(ids))
+            return BYTES.decode(ids, **options)
+
+    Detokenizer(Counting(), tuple([BYTES.convert_tokens_to_ids("\xe2")] * 100_000))
+    assert len(calls) < 30 and max(calls) < 1000
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..detokenizer import text_after
 from .params import BeamSearchParams
 
 _NUMBERS = itertools.count()
@@ -155,4 +156,4 @@ class BeamRequest:
     def _text(self, tokens: list[int]) -> str | None:
         if self._tokenizer is None:
             return None
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text_after(self._tokenizer, self.prompt_token_ids, tokens)

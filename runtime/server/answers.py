@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from ..request import CompletionOutput, RequestOutput
+from .token_texts import Entry, TokenTexts
 
 
 def _is_none(value: object) -> bool:
@@ -30,7 +31,8 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """text_offset: where each token begins in the choice's text."""
+    """tokens: their sum is the choice's text; what is not in it, a special token or what a stop
+    string has cut off, is empty here. text_offset: where each begins in it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -56,6 +58,9 @@ class Completion(BaseModel):
 
 
 class TopLogprob(BaseModel):
+    """bytes: what the token adds to the text in UTF-8: none, where it is a special one or the first
+    part of a character, whose last part adds all of it."""
+
     token: str
     logprob: float
     bytes: list[int]
@@ -193,19 +198,22 @@ def usage_of(outputs: list[RequestOutput]) -> Usage:
     )  # fmt: skip
 
 
-def chat_logprobs(output: CompletionOutput, top: int) -> ChatLogprobs | None:
+def chat_logprobs(output: CompletionOutput, texts: TokenTexts, top: int) -> ChatLogprobs | None:
     """Of its tokens, each beside the `top` likeliest; None where they were not asked for."""
     if output.logprobs is None:
         return None
-    content = []
-    for token, known in zip(output.token_ids, output.logprobs, strict=True):
-        likeliest = sorted(known.values(), key=lambda p: p.rank)[:top]
-        own = _top(known[token].decoded_token, known[token].logprob)
-        others = [_top(p.decoded_token, p.logprob) for p in likeliest]
-        content.append(ChatLogprob(**own.model_dump(), top_logprobs=others))
+    content, count = [], len(output.token_ids)
+    for number, (token, known) in enumerate(zip(output.token_ids, output.logprobs, strict=True), 1):
+        last = number == count and output.finish_reason is not None
+        _, entries = texts.take(token, known, last)
+        told = _top_logprob(entries[token])
+        likeliest = sorted(known, key=lambda t: known[t].rank)[:top]
+        others = [_top_logprob(entries[t]) for t in likeliest]
+        content.append(ChatLogprob(**told.model_dump(), top_logprobs=others))
     return ChatLogprobs(content=content)
 
 
-def _top(text: str | None, logprob: float) -> TopLogprob:
-    text = text or ""
-    return TopLogprob(token=text, logprob=finite(logprob), bytes=list(text.encode()))
+def _top_logprob(entry: Entry) -> TopLogprob:
+    return TopLogprob(
+        token=entry.name, logprob=finite(entry.logprob), bytes=list(entry.text.encode())
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import uuid
@@ -18,6 +19,7 @@ from .answers import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChatMessage,
     Delta,
     DeltaChoice,
@@ -31,6 +33,7 @@ from .generation import Events, Generation, news, sse, stream, until_gone
 from .messages import as_conversation
 from .protocol import ChatRequest
 from .service import Service
+from .token_texts import TokenTexts
 from .tools import ToolUse, tool_use
 
 
@@ -45,7 +48,7 @@ def chat_routes(service: Service) -> APIRouter:
         if body.stream:
             return await stream(request, _events(generation, body, use))
         outputs = await until_gone(request.receive, generation.last())
-        return as_json(_whole(generation, body, use, outputs[0]))
+        return as_json(await asyncio.to_thread(_whole, generation, body, use, outputs[0]))
 
     return router
 
@@ -90,26 +93,26 @@ def _whole(
 ) -> ChatCompletion:
     return ChatCompletion(
         id=generation.name, created=generation.created, model=generation.model,
-        choices=[_choice(choice, body, use) for choice in output.outputs], usage=usage_of([output]),
+        choices=[_choice(choice, _Speaker(generation, body, use)) for choice in output.outputs],
+        usage=usage_of([output]),
     )  # fmt: skip
 
 
-def _choice(choice: CompletionOutput, body: ChatRequest, use: ToolUse) -> ChatChoice:
-    speaker = _Speaker(use)
+def _choice(choice: CompletionOutput, speaker: _Speaker) -> ChatChoice:
     text, calls = speaker.say(choice)
     return ChatChoice(
         index=choice.index,
         message=ChatMessage(
             content=(text.strip() or None) if calls else text, tool_calls=calls or None
         ),
-        logprobs=chat_logprobs(choice, body.top_logprobs or 0),
+        logprobs=speaker.logprobs(choice),
         finish_reason=speaker.ended,
         stop_reason=choice.stop_reason,
     )
 
 
 async def _events(generation: Generation, body: ChatRequest, use: ToolUse) -> Events:
-    speakers = [_Speaker(use) for _ in range(body.n)]
+    speakers = [_Speaker(generation, body, use) for _ in range(body.n)]
     roles = [DeltaChoice(index=i, delta=Delta(role="assistant", content="")) for i in range(body.n)]
     begun = False
     async with contextlib.aclosing(generation.pieces()) as pieces:
@@ -121,7 +124,7 @@ async def _events(generation: Generation, body: ChatRequest, use: ToolUse) -> Ev
                 piece
                 for choice in news(output, quiet=not body.logprobs)
                 if speakers[choice.index].ended is None
-                and (piece := _piece(choice, body, speakers[choice.index]))
+                and (piece := _piece(choice, speakers[choice.index]))
             ]
             if choices:
                 yield sse(_chunk(generation, choices))
@@ -131,12 +134,12 @@ async def _events(generation: Generation, body: ChatRequest, use: ToolUse) -> Ev
         yield sse(chunk)
 
 
-def _piece(choice: CompletionOutput, body: ChatRequest, speaker: _Speaker) -> DeltaChoice | None:
+def _piece(choice: CompletionOutput, speaker: _Speaker) -> DeltaChoice | None:
     """None where it is not certain yet what its text will be."""
     text, calls = speaker.say(choice)
     for call in calls:
         call.index, speaker.calls = speaker.calls, speaker.calls + 1
-    logprobs = chat_logprobs(choice, body.top_logprobs or 0)
+    logprobs = speaker.logprobs(choice)
     if not (text or calls or speaker.ended or logprobs):
         return None
     return DeltaChoice(
@@ -152,11 +155,17 @@ class _Speaker:
     """One continuation as it is told. calls: those told so far, which a stream counts. ended: its
     finish_reason."""
 
-    def __init__(self, use: ToolUse) -> None:
+    def __init__(self, generation: Generation, body: ChatRequest, use: ToolUse) -> None:
         self._parser = use.parser()
+        self._texts = TokenTexts(generation.tokenizer, generation.requests[0].prompt_token_ids)
+        self._top_logprobs = body.top_logprobs or 0
         self._called = False
         self.calls = 0
         self.ended: str | None = None
+
+    def logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:
+        """Of its new tokens, where they were asked for."""
+        return chat_logprobs(choice, self._texts, self._top_logprobs)
 
     def say(self, choice: CompletionOutput) -> tuple[str, list[CalledTool]]:
         """What is new of it and certain: text, and calls."""
