@@ -20,12 +20,13 @@ from ..calib.text import tokenize
 from ..kernels.errors import UserError
 from ..quantize.gguf.as_folder import folder_of
 from ..quantize.recipe import Recipe
+from .definitions import definitions
 from .made import made
 from .matrix_rows import MatrixRow, PeerRow
 from .matrix_study import BASE, RUN, ModelStudy, Settings, file_name, read_json, write_json
 from .measure import measure_models
 from .protocols import chosen_windowing
-from .report import DEFINITIONS, Report, Row, plain
+from .report import Report, Row, plain
 from .results import header
 from .speed import PROMPT_TOKENS, SpeedPlan, decode_speed_apart
 from .windows import Windowing
@@ -79,13 +80,13 @@ class Comparison(ModelStudy):
         if protocol is None or not rows:
             raise UserError(f"nothing in {self.folder} has been measured yet")
         noise = self.folder / "noise.json"
-        return {
+        results = {
             **header("compare"),
             **protocol,
             "rows": [self._kept(BASE), *rows],
             "noise_floor": read_json(noise) if noise.exists() else None,
-            "definitions": list(DEFINITIONS),
         }
+        return {**results, "definitions": definitions(results)}
 
     def errors(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Why those without a result have none, by key."""

@@ -183,6 +183,7 @@ class ModelStudy:
         tool = row.tool if isinstance(row, PeerRow) else None
         result = Result(row.key, row.family, row.method, tool, error=error)
         if measured is not None and base is not None and measured.divergence is not None:
+            assert measured.size is not None, row
             cost = read_json(self._cost_file(row)) if _needs_a_run(row) else {}
             result = replace(
                 result,

@@ -24,15 +24,17 @@ from ..quantize.gguf.as_folder import contents_behind
 from ..quantize.kv_names import describe_kv
 from ..quantize.planning.foresee import duration
 from .divergence import DivergenceTally
+from .engines import Engine, Loading
 from .generation import GenerationPlan, measure_generation
 from .linears import linear_results
-from .perplexity import NllTally, Scorer, log_probabilities
+from .perplexity import NllTally, Scorer
 from .protocols import tokenizing
 from .report import Protocol, Report, Row, environment
-from .scorer import load_scorer
-from .size import SizeReport, size_report
+from .scorer import TransformersScorer, load_scorer, measuring_dtype
+from .size import size_report
 from .speed import DecodeSpeed, SpeedPlan, decode_speed_apart
 from .tasks import Task, TaskResult, answers, task_result
+from .told import Teller, predicted
 from .windows import Window, Windowing, cut_windows
 
 WORTH_SAYING = 20.0  # seconds that a pass still takes
@@ -55,6 +57,7 @@ def measure_models(
     tasks: Sequence[Task] = (),
     generation: GenerationPlan | None = None,
     inputs: str = "exact",
+    engines: Mapping[str, Engine] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Perplexity and size of each of `models` (name -> folder), in order; where `base` names one,
@@ -66,6 +69,7 @@ def measure_models(
     the base in bfloat16 against itself, too. `tasks`: questions that each model is to answer.
     `generation`: prompts that each goes on from.
     `inputs`: "llama.cpp" rounds those of GGUF files as llama.cpp does (llamacpp_inputs.py).
+    `engines`: by name, what computes a model in place of transformers' forward pass (engines.py).
     `say` is told what a long pass will take. Progress goes to standard error. Raises UserError for
     a model or text that cannot be measured.
     """
@@ -78,14 +82,14 @@ def measure_models(
     windows = cut_windows(
         text_ids(text.text, tokenizer, windowing), windowing, tokenizer.bos_token_id
     )
-    sizes = {name: size_report(folder) for name, folder in folders.items()}
+    engines = engines or {}
+    urls = {name: engine.url for name, engine in engines.items() if engine.url is not None}
+    sizes = {name: size_report(f) for name, f in folders.items() if name not in urls}
     caches, read = _caches(folders, kv, base), _inputs(folders, inputs)
-    loaded = {
-        name: load_scorer(folder, dtype, where, caches[name], read.get(name, "exact"))
-        for name, folder in folders.items()
-    }
-    stored = {name: describe_kv(s.kv.spec) for name, s in loaded.items() if s.kv is not None}
-    used = str(loaded[first].dtype).removeprefix("torch.")
+    wanted = {n: Loading(f, dtype, where, caches[n], windowing.ctx) for n, f in folders.items()}
+    loaded = _loaded(wanted, engines, read)
+    stored = _stored_caches(loaded)
+    used = _used_dtype(loaded[first], dtype, where, folders[first])
     floor = {FLOOR: _floor_scorer(folders, base, used, where)} if noise_floor else {}
     nll, kld = _tally({**loaded, **floor}, windows, base, say)
     answered = _answered(loaded, tasks, tokenizer, base)
@@ -96,8 +100,10 @@ def measure_models(
         said = measure_generation(folders, generation, base, used, where, caches)
     told = {
         "speed": speeds, "kv": stored, "tasks": answered, "inputs": read, "generation": said,
+        "size": sizes, "linears": {name: linear_results(folders[name]) for name in sizes},
+        "engine": {name: engine.computed for name, engine in engines.items()},
     }  # fmt: skip
-    rows = _rows(folders, nll, kld, sizes, told)
+    rows = _rows({**folders, **urls}, nll, kld, told)
     measured = replace(
         _protocol(text, windowing, windows, rows[0].perplexity.tokens),
         base=base, tokenizer=str(folders[first]), dtype=used, name=protocol,
@@ -107,24 +113,22 @@ def measure_models(
 
 
 def _rows(
-    folders: Mapping[str, Path],
+    places: Mapping[str, Path | str],
     nll: Mapping[str, NllTally],
     kld: Mapping[str, DivergenceTally],
-    sizes: Mapping[str, SizeReport],
     told: Mapping[str, Mapping[str, Any]],
 ) -> list[Row]:
-    """Each model's results. told: field of Row -> model -> value, absent where there is none."""
+    """Each model's results. places: folders, and servers' addresses; told: field of Row -> model ->
+    value, absent where there is none."""
     return [
         Row(
             name=name,
-            path=_origin(folder),
+            path=place if isinstance(place, str) else _origin(place),
             perplexity=nll[name].result(),
             divergence=kld[name].result() if name in kld else None,
-            size=sizes[name],
-            linears=linear_results(folder),
             **{field: values.get(name) for field, values in told.items()},
         )
-        for name, folder in folders.items()
+        for name, place in places.items()
     ]
 
 
@@ -167,6 +171,32 @@ def _floor_scorer(
     return load_scorer(folders[base], FLOOR_DTYPE, where)
 
 
+def _loaded(
+    wanted: Mapping[str, Loading], engines: Mapping[str, Engine], read: Mapping[str, str]
+) -> dict[str, Scorer | Teller]:
+    """Each model by its engine, transformers where none is named. read: rounding of inputs."""
+    return {
+        name: engines[name].load(asked) if name in engines
+        else load_scorer(
+            asked.folder, asked.dtype, asked.device, asked.kv, read.get(name, "exact")
+        )
+        for name, asked in wanted.items()
+    }  # fmt: skip
+
+
+def _stored_caches(loaded: Mapping[str, Scorer | Teller]) -> dict[str, str]:
+    """How the caches are quantized that transformers' models read from."""
+    caches = {n: s.kv for n, s in loaded.items() if isinstance(s, TransformersScorer)}
+    return {name: describe_kv(kv.spec) for name, kv in caches.items() if kv is not None}
+
+
+def _used_dtype(first: Scorer | Teller, dtype: str, where: torch.device, folder: Path) -> str:
+    """What the first model is computed in; of a teller only it knows."""
+    if isinstance(first, Teller):
+        return "its own"
+    return str(measuring_dtype(dtype, where, folder)).removeprefix("torch.")
+
+
 def _caches(
     folders: Mapping[str, Path], kv: str | Mapping[str, str], base: str | None
 ) -> dict[str, str]:
@@ -193,7 +223,7 @@ def _origin(folder: Path) -> str:
 
 
 def _tally(
-    scorers: Mapping[str, Scorer],
+    scorers: Mapping[str, Scorer | Teller],
     windows: list[Window],
     base: str | None,
     say: Callable[[str], None],
@@ -210,7 +240,7 @@ def _tally(
             start = time.perf_counter()
             reference = None
             for name in ([base] if base is not None else []) + others:
-                log_probs = log_probabilities(scorers[name], window)
+                log_probs = predicted(scorers[name], window, reference)
                 nll[name].add(log_probs, window)
                 if name == base:
                     reference = log_probs
@@ -227,7 +257,7 @@ def _tally(
 
 
 def _answered(
-    scorers: Mapping[str, Scorer], tasks: Sequence[Task], tokenizer: Any, base: str | None
+    scorers: Mapping[str, Scorer | Teller], tasks: Sequence[Task], tokenizer: Any, base: str | None
 ) -> dict[str, list[TaskResult]]:
     """The results of every task, by model; the base's own have nothing beside them."""
     steps = len(scorers) * sum(len(task.questions) for task in tasks)

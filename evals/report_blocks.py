@@ -97,7 +97,7 @@ def _recommendation(found: Json, rows: Sequence[Json]) -> Cell:
 def _verdict(row: Json) -> Cell:
     d, ratio = row["divergence"], row["against_base"]
     said = [Piece(f"{row['label']}: ")]
-    if ratio is not None:
+    if ratio is not None and ratio["smaller"] is not None:
         said += [Piece(f"{ratio['smaller']:.1f}×", ratio["smaller"]), Piece(" smaller, ")]
     said += [Piece("KLD "), Piece(f"{d['kld_mean']:.3g}", d["kld_mean"]), Piece(", ")]
     said += [Piece(f"{d['top1']:.0%}", d["top1"]), Piece(" same token")]
@@ -152,12 +152,13 @@ def _results(rows: Sequence[Json]) -> Table:
 
 def _named(row: Json) -> Cell:
     words = row["label"] + (" (base)" if row["is_base"] else "")
-    return [Piece(f"{words}, cache {row['kv']}" if row.get("kv") else words)]
+    words += f", cache {row['kv']}" if row.get("kv") else ""
+    return [Piece(f"{words}, by {row['engine']['name']}" if row.get("engine") else words)]
 
 
 def _figures(group: Json, place: int) -> Iterator[Block]:
     compared = [row for row in group["rows"] if row.get("divergence")]
-    if compared:
+    if any(row["size"] for row in compared):
         yield Figure("size", "Divergence against size; the line joins what nothing beats", place)
     if any(row.get("speed") for row in compared):
         yield Figure("speed", "Divergence against decode speed", place)

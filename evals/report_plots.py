@@ -132,7 +132,10 @@ def _scatter(axes: Axes, group: Json, x_of: Callable[[Json], float], front: Sequ
 
 
 def _size(axes: list[Axes], group: Json) -> None:
-    _scatter(axes[0], group, lambda r: r["size"]["file_bytes"] / 1e6, group["pareto"]["size"])
+    def megabytes(row: Json) -> Any:
+        return row["size"]["file_bytes"] / 1e6 if row["size"] else None
+
+    _scatter(axes[0], group, megabytes, group["pareto"]["size"])
     axes[0].set_xlabel("weights file, MB")
 
 

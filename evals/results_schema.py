@@ -62,6 +62,7 @@ MADE = record(
     {"method": maybe(STRING), "seconds": maybe(NUMBER)},
     {"scheme": maybe(STRING), "peak_memory": maybe(COUNT), "cpu_seconds": maybe(NUMBER)},
 )
+COMPUTED = record({"name": STRING, "top": maybe(COUNT)})
 ROW = record(
     {"name": STRING, "path": STRING, "size": maybe(SIZE)},
     {
@@ -69,7 +70,7 @@ ROW = record(
         "kv": maybe(STRING), "linears": maybe({"type": "array", "items": LINEAR}),
         "tasks": maybe({"type": "array", "items": TASK}), "made": maybe(MADE),
         "bench": maybe(BENCH), "generation": maybe(GENERATION),
-        "inputs": maybe(STRING),
+        "inputs": maybe(STRING), "engine": maybe(COMPUTED),
     },
 )  # fmt: skip
 WINDOWING = record({

@@ -130,7 +130,7 @@ def _derive(group: Json) -> None:
         row["layers"] = layer_means(row.get("linears") or [])
         row["throughput"] = best_throughput(row.get("bench"))
     group["pareto"] = {
-        "size": _front(rows, lambda r: r["size"]["file_bytes"]),
+        "size": _front(rows, lambda r: r["size"] and r["size"]["file_bytes"]),
         "speed": _front(rows, lambda r: -r["speed"]["decode"] if r.get("speed") else None),
         "throughput": _front(rows, lambda r: -r["throughput"] if r["throughput"] else None),
     }
@@ -164,9 +164,10 @@ def _label(rows: list[Json]) -> None:
 def _ratios(row: Json, base: Json) -> Json:
     """smaller: the base's file over the row's; faster: of decode; perplexity: of the two."""
     speeds = row.get("speed"), base.get("speed")
+    sizes = row["size"], base["size"]
     lost = row.get("divergence")
     return {
-        "smaller": base["size"]["file_bytes"] / max(row["size"]["file_bytes"], 1),
+        "smaller": sizes[1]["file_bytes"] / max(sizes[0]["file_bytes"], 1) if all(sizes) else None,
         "faster": speeds[0]["decode"] / speeds[1]["decode"] if all(speeds) else None,  # type: ignore[index]
         "perplexity": None if lost is None else math.exp(min(lost["nll_difference"], 700)),
     }

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.errors import UserError, no_file
-from .perplexity import Scorer
+from .perplexity import Scorer, negative_log_likelihood
 from .protocols import tokenizing
+from .told import Teller, predicted
+from .windows import Window
 
 LARGEST = 256 << 20  # bytes of a file
 
@@ -146,19 +148,16 @@ def _ids(text: str, tokenizer: Any) -> list[int]:
 
 
 @torch.no_grad()
-def choice_scores(scorer: Scorer, question: Question, tokenizer: Any) -> Tensor:
+def choice_scores(scorer: Scorer | Teller, question: Question, tokenizer: Any) -> Tensor:
     """float64 [choices]: the summed log-probability of each choice's tokens, in nats."""
     sums = []
     for ids, start in encoded(question, tokenizer):
-        logits = scorer(ids[None])[start - 1 : -1].float()
-        if not logits.isfinite().all():
-            raise UserError("the model's logits are not finite; try --dtype float32")
-        targets = ids[start:, None].to(logits.device)
-        sums.append(logits.log_softmax(-1).gather(1, targets).double().sum())
+        window = Window(ids, start)
+        sums.append(-negative_log_likelihood(predicted(scorer, window), window).sum())
     return torch.stack(sums).cpu()
 
 
-def answers(scorer: Scorer, task: Task, tokenizer: Any, progress: Any = None) -> Answers:
+def answers(scorer: Scorer | Teller, task: Task, tokenizer: Any, progress: Any = None) -> Answers:
     """The model's answers; `progress` is called after each question."""
     found = Answers([], [])
     for question in task.questions:

@@ -140,24 +140,6 @@ def test_llama_cpp_512_is_the_loop_of_llama_perplexity(stories: Path, text: str)
     assert got.perplexity == pytest.approx(llama_perplexity_loop(scorer.model, ids), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_llama_cpp_itself_gives_the_same_perplexity(stories: Path, text: str) -> None:
-    """A window of the protocol, each prediction asked of llama.cpp with the file in float32."""
-    pytest.importorskip("xllamacpp")
-    from lowbit.evals.llamacpp import LlamaCpp
-
-    tokenizer = load_tokenizer(stories)
-    windowing = windowing_for("llama.cpp-512", [stories], tokenizer, windows=1)
-    (window,) = windows_of(text_ids(text, tokenizer, windowing), windowing)
-    ids = window.ids.tolist()
-    theirs = LlamaCpp(stories / "stories260K-f32.gguf", 512, threads=1, precise=True)
-    assert theirs.tokenize(text[:200])[:20] == ids[:20], "the text begins alike"
-    nll = [-theirs.next_logprobs(ids[: j + 1], 512)[ids[j + 1]] for j in range(256, 511)]
-    got = perplexity(load_scorer(stories), [window])
-    assert got.tokens == len(nll) == 255
-    assert got.perplexity == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-3)
-
-
 def test_what_is_compared_and_what_is_scored_predict_the_same_tokens() -> None:
     window = Window(torch.arange(10), 4, predictive=True)
     compared = torch.arange(10)[window.compared].tolist()

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...kernels.errors import UserError
-from .common import check_apart, model_path, print_json, say, write_json
+from .common import model_path, print_json, say, write_json
 from .common_options import AsJson, Device, Dtype
+from .eval_options import ApiKey, ServedName, check_report
 
 if TYPE_CHECKING:
     from ...evals.bench.load import Arrivals
@@ -26,12 +27,8 @@ def bench(
         str | None,
         typer.Option(help="Send the load to an OpenAI-compatible server: http://HOST:PORT/v1."),
     ] = None,
-    served_name: Annotated[
-        str | None, typer.Option(help="The model's name there. [default: the first it has]")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Of the server.", envvar="OPENAI_API_KEY")
-    ] = None,
+    served_name: ServedName = None,
+    api_key: ApiKey = None,
     concurrency: Annotated[
         str, typer.Option(help="Clients that ask again once answered: 1,4,16 are three loads.")
     ] = "",
@@ -96,17 +93,17 @@ def bench(
     from ...evals.bench.load import Lengths
     from ...evals.bench.plan import BenchPlan, check_plan, parse_sweep
 
+    variants = variants_of(compare)
+    if url is not None and (compare or explain):
+        raise UserError("--compare and --explain are of our engine: leave --url out")
+    if report is not None:
+        check_report(report, (".json",), model, lengths)
     plan = BenchPlan(
         _arrivals(concurrency, rate), requests, Lengths.parse(prompt), Lengths.parse(output),
         lengths, shared_prefix, None if slo is None else SLO.parse(slo),
         None if sweep is None else parse_sweep(sweep), repeats, seed,
     )  # fmt: skip
     check_plan(plan, explain)
-    variants = variants_of(compare)
-    if report is not None:
-        _check_report(report, model)
-    if url is not None and (compare or explain):
-        raise UserError("--compare and --explain are of our engine: leave --url out")
     from ...evals.bench import session
 
     if url is None:
@@ -126,6 +123,7 @@ def _tell(results: dict[str, Any], report: Path | None, as_json: bool) -> None:
 
     if report is not None:
         write_json(report, results)
+        say(f"wrote {report}: quantize report makes a page of it")
     if as_json:
         print_json(results)
     else:
@@ -150,9 +148,3 @@ def _arrivals(concurrency: str, rate: str) -> tuple[Arrivals, ...]:
             f"'{concurrency}' and '{rate}'"
         ) from e
     return (*clients, *rates)
-
-
-def _check_report(report: Path, model: str) -> None:
-    if report.suffix != ".json" or not report.absolute().parent.is_dir():
-        raise UserError(f"--report takes FILE.json in a folder that exists, got {report}")
-    check_apart(report, model)

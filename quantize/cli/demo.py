@@ -228,6 +228,7 @@ def _print(o: Outcome, out: Path) -> None:
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for row in o.report.rows:
         d, s = row.divergence, row.speed
+        assert row.size is not None, row
         bits = row.size.quantized_bits_per_weight or row.size.bits_per_weight
         table.add_row(
             row.name, f"{row.perplexity.perplexity:.2f}", f"{d.kld_mean:.4f}" if d else "-",

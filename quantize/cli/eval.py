@@ -10,11 +10,15 @@ import typer
 from ...kernels.errors import UserError
 from .common import model_path, say
 from .common_options import AsJson, Device, ServedModel
+from .eval_options import ApiKey, ServedName, check_report
 
 if TYPE_CHECKING:
+    from ...evals.engines import Engine
     from ...evals.generation import GenerationPlan
 
+PAGE = ": quantize report makes a page of it"
 WINDOWS = 10  # where neither a protocol nor their number is named
+ENGINES = ("transformers", "lowbit", "llama.cpp")  # of evals/engines.py, slow to import as well
 NAMED = ("hf-2048", "hf-stride", "llama.cpp-512")  # of evals/protocols.py, which is slow to import
 
 
@@ -73,6 +77,21 @@ def evaluate(
             help="What a GGUF file's matrices read: exact; llama.cpp: rounded as it does on CPUs."
         ),
     ] = "exact",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help=f"What computes MODEL: {', '.join(ENGINES)} (of a GGUF file, where xllamacpp is)."
+        ),
+    ] = ENGINES[0],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Or a server that has it and offers logprobs with echo: http://HOST:PORT/v1; MODEL"
+            " is then the folder of its tokenizer."
+        ),
+    ] = None,
+    served_name: ServedName = None,
+    api_key: ApiKey = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,7 +109,8 @@ def evaluate(
         typer.Option("--noise-floor", help="Also the base in bfloat16 against itself."),
     ] = False,
     speed: Annotated[
-        bool, typer.Option("--speed", help="Also time the runtime's decode, one request.")
+        bool,
+        typer.Option("--speed", help="Also time the runtime's decode, or a server, one request."),
     ] = False,
     report: Annotated[
         Path | None, typer.Option(help="Write the report too: FILE.md or FILE.json.")
@@ -102,6 +122,8 @@ def evaluate(
     Every number comes with its protocol; docs/evals.md defines the words. With --kv and the same
     --base, what the cache's format costs alone.
 
+    Another --engine, or a server by its --url, is measured by what it tells of each token.
+
     Example: quantize eval ./smollm2-w4 --base ./SmolLM2-135M-Instruct --text test.txt
     """
     from ...calib.text import load_text, load_tokenizer, tokenize
@@ -109,11 +131,14 @@ def evaluate(
     from ...evals.measure import measure_models
     from ...evals.protocols import chosen_windowing
     from ...evals.speed import PROMPT_TOKENS, SpeedPlan
+    from ...evals.url_latency import measure_latency
 
-    if report is not None and report.suffix not in (".md", ".json"):
-        raise UserError(f"--report takes FILE.md or FILE.json, got {report}")
-    if report is not None and not report.absolute().parent.is_dir():
-        raise UserError(f"no such folder for the report: {report.absolute().parent}")
+    if report is not None:
+        check_report(report, (".md", ".json"), model, base)
+    computing = _engine(engine, url, served_name, api_key)
+    if computing is not None:
+        timed = speed and url is None
+        _check_beside(computing, generate=generate, speed=timed, inputs=inputs != "exact")
     asked = [task for name in tasks or () for task in tasks_of(name)]
     models = {"base": model_path(base)} if base is not None else {}
     models["model"] = model_path(model)
@@ -136,19 +161,47 @@ def evaluate(
         base="base" if base is not None else None,
         dtype=dtype,
         device=device,
-        speed=SpeedPlan(prompt) if speed else None,
+        speed=SpeedPlan(prompt) if speed and url is None else None,
         kv=kv,
         protocol=protocol,
         noise_floor=noise_floor,
         tasks=asked,
         generation=_generation(generate, loaded.text, tokenizer) if generate else None,
         inputs=inputs,
+        engines={} if computing is None else {"model": computing},
         say=say,
     )
+    if speed and url is not None:
+        served = measure_latency(url, served_name, api_key, models["model"], text, say)
+        result.rows[-1] = result.rows[-1]._replace(bench=served)
     if report is not None:
         written = result.to_json() if report.suffix == ".json" else result.to_markdown()
         report.write_text(written, encoding="utf-8")
     typer.echo(result.to_json() if as_json else result.to_markdown(), nl=False)
+    if report is not None:
+        say(f"wrote {report}" + (PAGE if report.suffix == ".json" else ""))
+
+
+def _engine(name: str, url: str | None, served: str | None, api_key: str | None) -> Engine | None:
+    """What computes the model; None for transformers."""
+    from ...evals.engines import engine_of, url_engine
+
+    if url is None:
+        return engine_of(name)
+    if name != ENGINES[0]:
+        raise UserError(f"--engine {name} and --url are two engines: give one of the two")
+    return url_engine(url, served, api_key)
+
+
+def _check_beside(engine: Engine, **asked: object) -> None:
+    """UserError for the first option that is asked for and that the engine cannot answer."""
+    told = engine.computed.top is not None
+    for option, value in asked.items():
+        if value and (told or option == "inputs"):
+            raise UserError(
+                f"--{option} is of what lowbit computes itself, not {engine.computed.name}: leave "
+                "one of the two out"
+            )
 
 
 def _generation(count: int, text: str, tokenizer: Any) -> GenerationPlan:
