@@ -59,6 +59,8 @@ class _Group(NamedTuple):
 def _decline(problem: AttentionProblem) -> str | None:
     if problem.device != "cpu":
         return f"runs on cpu, not {problem.device}"
+    if problem.batch_invariant:
+        return "its sums depend on the batch"
     if problem.softcap:
         return "has no softcap"
     if problem.keys.head_dim != problem.values.head_dim:

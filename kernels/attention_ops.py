@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,8 @@ class PagedBatch(Step):
     block_tables: int32 [seqs, max_blocks], the blocks of each in order. context_lens: int32 [seqs],
     keys of each, those of its new tokens included; 0 for a padded row. cu_seqlens_q: int32
     [seqs + 1], where the new tokens of each begin among all. max_query_len, max_context_len: at
-    least the largest, known without asking the device.
+    least the largest, known without asking the device. batch_invariant: a token's result must have
+    the same bits in every batch.
     """
 
     block_tables: Tensor
@@ -58,6 +59,7 @@ class PagedBatch(Step):
     cu_seqlens_q: Tensor
     max_query_len: int
     max_context_len: int
+    batch_invariant: bool = field(default=False, kw_only=True)
 
 
 class AttentionOutput(NamedTuple):
@@ -78,6 +80,7 @@ class AttentionProblem(NamedTuple):
     dtype: torch.dtype
     device: str
     softcap: bool = False
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         cap = ", softcap" if self.softcap else ""
@@ -144,7 +147,7 @@ def paged_attention_reference(
 
 
 def attention_problem(
-    q: Tensor, keys: BlockPool, values: BlockPool, options: AttentionOptions
+    q: Tensor, keys: BlockPool, values: BlockPool, batch: PagedBatch, options: AttentionOptions
 ) -> AttentionProblem:
     return AttentionProblem(
         keys.form,
@@ -153,17 +156,19 @@ def attention_problem(
         q.dtype,
         q.device.type,
         options.softcap is not None,
+        batch.batch_invariant,
     )
 
 
 @functools.cache
 def attention_kernels() -> tuple[AttentionKernel, ...]:
     """The dispatch table, best first. The last one accepts everything."""
+    from .attention_chunks import CHUNKS
     from .attention_cpu import SDPA_CPU
     from .attention_triton import TRITON
 
     reference = AttentionKernel("reference", lambda problem: None, paged_attention_reference)
-    return TRITON, SDPA_CPU, reference
+    return TRITON, SDPA_CPU, CHUNKS, reference
 
 
 def choose_attention(
@@ -187,5 +192,5 @@ def paged_attention(
     force: str | None = None,
 ) -> AttentionOutput:
     """`paged_attention_reference` by the kernel that `choose_attention` takes."""
-    kernel = _chosen(attention_problem(q, keys, values, options), force)
+    kernel = _chosen(attention_problem(q, keys, values, batch, options), force)
     return kernel.run(q, keys, values, batch, options)

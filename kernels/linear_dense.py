@@ -16,16 +16,15 @@ from .plain_linear import TORCH, PlainKernel, PlainProblem, choose_plain
 
 
 def _decline(problem: LinearProblem) -> str | None:
-    if problem.batch_invariant:
-        return "its sums may depend on the batch"
     return None if problem.kind == "float" else "is for float codes; whole numbers stay packed"
 
 
 def _plain(problem: LinearProblem) -> PlainKernel:
-    """Float32 is the reference's own product, to the last bit."""
-    if problem.dtype == torch.float32:
+    """Float32 is the reference's own product, to the last bit, but for `batch_invariant`."""
+    if problem.dtype == torch.float32 and not problem.batch_invariant:
         return TORCH
-    return choose_plain(PlainProblem(problem.dtype, problem.device)).candidate
+    plain = PlainProblem(problem.dtype, problem.device, problem.batch_invariant)
+    return choose_plain(plain).candidate
 
 
 def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:

@@ -16,12 +16,9 @@ from .affine import expand_groups, stored_scale_value
 from .bitplanes import pack_planes, unpack_planes
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 from .packing import pack_e2m1, unpack_e2m1
+from .row_tiles import row_tiles
 
 CHUNK_WEIGHTS = 1 << 24  # 64 MiB of float32
-
-
-def _decline(problem: LinearProblem) -> str | None:
-    return "its sums may depend on the batch" if problem.batch_invariant else None
 
 
 def _pack(operands: LinearOperands, problem: LinearProblem) -> tuple[Tensor, ...]:
@@ -73,8 +70,10 @@ def _run(
     for start in range(0, problem.out_features, rows):
         stop = min(start + rows, problem.out_features)
         w = _dequantize_rows(tensors, problem, start, stop)
-        outputs.append(F.linear(x, w, None if bias is None else bias[start:stop]))
+        part = None if bias is None else bias[start:stop]
+        with row_tiles(problem.batch_invariant):
+            outputs.append(F.linear(x, w, part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-DEQUANT = LinearKernel("dequant", _decline, _pack, _run)
+DEQUANT = LinearKernel("dequant", lambda problem: None, _pack, _run)

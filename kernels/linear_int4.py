@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
+from .row_tiles import CPU_ROWS, in_row_tiles
 
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 128
@@ -59,6 +60,8 @@ def _run(
 ) -> Tensor:
     packed, scale_and_zero = tensors
     rows = x.reshape(-1, problem.in_features)
+    if problem.batch_invariant and len(rows) != CPU_ROWS:
+        return in_row_tiles(lambda tile: _run(tile, tensors, bias, problem), x)
     if len(rows) > MAX_ROWS and problem.out_features % BLOCK == 0 and _packs_as_known():
         w = _dequantize(packed, scale_and_zero, problem)
         return F.linear(x, w.t(), bias)

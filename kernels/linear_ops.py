@@ -100,7 +100,7 @@ def dense_weight(operands: LinearOperands, problem: LinearProblem, dtype: torch.
 
 
 def linear_kernels() -> tuple[LinearKernel, ...]:
-    """The dispatch table, best first. The last one accepts everything but `batch_invariant`."""
+    """The dispatch table, best first. The last one accepts everything."""
     from .linear_a8 import A8
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import Choice, choose
+from .row_tiles import in_row_tiles
 
 FLOAT32_ROWS = 4  # from which oneDNN is faster
 
 
 class PlainProblem(NamedTuple):
-    """What decides which kernel can run; of the weight and of x."""
+    """What decides which kernel can run; of the weight and of x. batch_invariant: a row's result
+    must have the same bits in every batch."""
 
     dtype: torch.dtype
     device: str
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,4 +112,12 @@ TORCH = PlainKernel("torch", lambda problem: None, lambda weight: weight, F.line
 @functools.cache
 def choose_plain(problem: PlainProblem) -> Choice[PlainKernel]:
     """The kernel that runs `problem`, best first; torch's runs everything."""
-    return choose("plain_linear", (ONEDNN_BF16, ONEDNN_FLOAT32, TORCH), problem)
+    choice = choose("plain_linear", (ONEDNN_BF16, ONEDNN_FLOAT32, TORCH), problem)
+    if not problem.batch_invariant:
+        return choice
+    run = choice.candidate.run
+
+    def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return in_row_tiles(lambda tile: run(tile, weight, bias), x)
+
+    return replace(choice, candidate=replace(choice.candidate, run=in_tiles))

@@ -30,8 +30,8 @@ from .models.families import FAMILIES
 class Filler:
     """The tensors of `checkpoint` on their way into `model`, whose parameters are on meta."""
 
-    def __init__(self, checkpoint: Checkpoint, model: Any) -> None:
-        self.checkpoint, self.model = checkpoint, model
+    def __init__(self, checkpoint: Checkpoint, model: Any, batch_invariant: bool = False) -> None:
+        self.checkpoint, self.model, self._invariant = checkpoint, model, batch_invariant
         self.folder = checkpoint.folder
         names = names_in_model(model, checkpoint.shards.names())
         self._stored = {name: stored for stored, name in names.items()}
@@ -120,7 +120,9 @@ class Filler:
         scale = None if scales[0] is None else scales[0].to(device, copy=True)
         alone, scheme = len(linears) == 1, self.checkpoint.schemes[stored[0]]
         bias = linears[0].bias if alone else None
-        packed = PackedLinear(fusion.module, weights, scheme, bias, dtype, device, kernel, scale)
+        packed = PackedLinear(
+            fusion.module, weights, scheme, bias, dtype, device, kernel, scale, self._invariant
+        )
         parent, _, leaf = fusion.module.rpartition(".")
         owner = self.model.get_submodule(parent)
         setattr(owner, leaf, packed)

@@ -48,11 +48,13 @@ class PackedLinear(nn.Module):
         device: torch.device,
         kernel: str | None = None,
         input_scale: Tensor | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """Pack `weights` for the first kernel that accepts them, or for the one named `kernel`.
 
         `bias` is the parameter of the linear that this one replaces; it may still be on meta, or
-        be given later. input_scale: [1], where the scheme stores one. Raises UserError when the
+        be given later. input_scale: [1], where the scheme stores one. batch_invariant: as of
+        LinearProblem. Raises UserError when the
         shapes do not fit the scheme, and when `kernel` cannot run it.
         """
         super().__init__()
@@ -65,6 +67,7 @@ class PackedLinear(nn.Module):
             weights, self._columns = [q for q, _ in ordered], ordered[0][1]
         rows, columns = sum(len(q.codes) for q in weights), weights[0].codes.shape[1]
         problem = linear_problem(module, scheme, (rows, columns), dtype, device)
+        problem = problem._replace(batch_invariant=batch_invariant)
         self.in_features, self.out_features = problem.in_features, problem.out_features
         chosen = choose_linear(problem, kernel)
         self.problem, self._kernel = problem, chosen.candidate

@@ -54,7 +54,9 @@ class LLM:
     model, which propose num_speculative_tokens that the model verifies in one step
     (runtime/speculation); swap_memory: bytes of host memory to which requests move what they have
     computed when blocks run out (0: it is computed again); kv_eviction: "window", "h2o" or
-    "snapkv" (runtime/eviction.py) keep kv_budget tokens of each sequence, without a prefix cache.
+    "snapkv" (runtime/eviction.py) keep kv_budget tokens of each sequence, without a prefix cache;
+    batch_invariant: a request's logits have the same bits whatever runs beside it, however its
+    prompt is cut and whatever is proposed (runtime/invariance.py), which takes longer.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -80,6 +82,7 @@ class LLM:
         swap_memory: int = 0,
         kv_eviction: str | None = None,
         kv_budget: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -94,7 +97,12 @@ class LLM:
                 "kv_eviction does not go with speculate: tokens that are verified in one step "
                 "would see other keys than one by one; choose one of them"
             )
-        loaded = load(path, device, dtype, linear_kernel)
+        if eviction is not None and batch_invariant:
+            raise UserError(
+                "kv_eviction does not go with batch_invariant: what is kept follows from how steps "
+                "are cut; choose one of them"
+            )
+        loaded = load(path, device, dtype, linear_kernel, batch_invariant)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.dtype = loaded.device, loaded.dtype
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
@@ -118,10 +126,10 @@ class LLM:
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
         else:
-            if speculate is not None or eviction is not None or swap_memory:
+            if speculate is not None or eviction is not None or swap_memory or batch_invariant:
                 raise UserError(
-                    "speculate, kv_eviction and swap_memory need the paged engine; it "
-                    f"{declined or 'was not chosen'}"
+                    "speculate, kv_eviction, swap_memory and batch_invariant need the paged "
+                    f"engine; it {declined or 'was not chosen'}"
                 )
             self._engine = Engine(loaded, max_num_seqs, kv)
 

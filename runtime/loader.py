@@ -23,7 +23,8 @@ from .placement import resolve_dtype
 class LoadedModel(NamedTuple):
     """A model ready to run. tokenizer: None when the folder has none. kv: how its checkpoint says
     that the cache is quantized, None where it says nothing. warnings: what is odd about the
-    checkpoint and was understood all the same."""
+    checkpoint and was understood all the same. batch_invariant: its packed linears give a row the
+    same bits in every batch."""
 
     model: Any
     tokenizer: Any | None
@@ -33,6 +34,7 @@ class LoadedModel(NamedTuple):
     linears: list[LinearReport]
     kv: KVStorage | None
     warnings: list[str]
+    batch_invariant: bool = False
 
 
 def load(
@@ -40,10 +42,12 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     linear_kernel: str | None = None,
+    batch_invariant: bool = False,
 ) -> LoadedModel:
     """Load an original or quantized model folder.
 
-    linear_kernel: name of the kernel that all packed linears must run on. Raises UserError for
+    linear_kernel: name of the kernel that all packed linears must run on. batch_invariant: take
+    kernels, and forms of them, whose rows have the same bits in every batch. Raises UserError for
     folders that are no causal LM, missing or unexpected tensors, and choices that cannot run here.
     """
     checkpoint = Checkpoint(folder)
@@ -55,13 +59,23 @@ def load(
     resolved_dtype = resolve_dtype(dtype, resolved_device, stored, problems)
     if resolved_dtype != stored:  # buffers may depend on it
         model = checkpoint.model_on_meta(config, resolved_dtype)
-    linears = Filler(checkpoint, model).fill(resolved_device, resolved_dtype, linear_kernel)
+    linears = Filler(checkpoint, model, batch_invariant).fill(
+        resolved_device, resolved_dtype, linear_kernel
+    )
     kv = read_kv_storage(checkpoint.config, checkpoint.shards)
     checkpoint.shards.close()
     tokenizer = load_tokenizer(checkpoint.folder)
     eos = _eos_token_ids(checkpoint.folder, config)
     return LoadedModel(
-        model, tokenizer, eos, resolved_device, resolved_dtype, linears, kv, checkpoint.warnings
+        model,
+        tokenizer,
+        eos,
+        resolved_device,
+        resolved_dtype,
+        linears,
+        kv,
+        checkpoint.warnings,
+        batch_invariant,
     )
 
 

@@ -14,9 +14,11 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from ..kernels.row_tiles import row_tiles
 from ..quantize.checkpoint.kv_config import KVStorage
 from .engine import EngineStats
 from .eviction import Eviction, Evictor
+from .invariance import check_invariance
 from .kv_pools import PagedKV, blocks_in, decline_paged, host_blocks_in
 from .loader import LoadedModel
 from .metrics import EngineMetrics
@@ -71,7 +73,10 @@ class PagedEngine:
     def __init__(self, loaded: LoadedModel, limits: EngineLimits, kv: KVStorage | None) -> None:
         self.loaded, self.kv, self.limits = loaded, kv, limits
         self.stats = EngineStats()
-        self._decoder = make_decoder(loaded.model, limits.max_model_len)
+        invariant = loaded.batch_invariant
+        self._decoder = make_decoder(loaded.model, limits.max_model_len, invariant)
+        if invariant:
+            check_invariance(self._decoder, loaded, kv)
         decoder, proposer = self._decoder, limits.proposer
         self._speculator = None if proposer is None else Speculator(proposer)
         self._kv = PagedKV(decoder.layers, decoder.kinds, kv, loaded.dtype, loaded.device)
@@ -170,7 +175,8 @@ class PagedEngine:
             return []
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
         asked = _asked(plan, lives)
-        logits, broken = self._logits(plan, lives)  # K and V are stored even where nobody asks
+        with row_tiles(self.loaded.batch_invariant):
+            logits, broken = self._logits(plan, lives)  # K and V are stored even where nobody asks
         drawn = self._results.advance(plan, asked, logits, broken)
         if self._evictor is not None:
             self._evictor.evict(plan)
@@ -202,6 +208,7 @@ class PagedEngine:
         step = step_inputs(
             plan.token_ids, plan.positions, plan.slots, query_lens,
             [run.end for run in plan.runs], tables, self.loaded.device, list(evicted),
+            self.loaded.batch_invariant,
         )  # fmt: skip
         batches = step.batches
         if self._evictor is not None:

@@ -31,11 +31,12 @@ def step_inputs(
     tables: Iterable[Sequence[Sequence[int]]],
     device: torch.device,
     evicted: Sequence[Sequence[int]] = (),
+    batch_invariant: bool = False,
 ) -> StepInputs:
     """The tensors of a step. query_lens, context_lens: tokens of each sequence that run, and those
     with them that it has by then. slots, tables: for each kind of layers, where each token goes,
     and the blocks of each sequence. evicted: for each kind, blocks of each sequence that it has let
-    go of, which are 0 in its table; () where there are none.
+    go of, which are 0 in its table; () where there are none. batch_invariant: see PagedBatch.
 
     Arrays and lists alike. Each is copied to the device once, nothing waits for it.
     """
@@ -60,7 +61,9 @@ def step_inputs(
             gone = moved(evicted[kind], torch.int32)
             lens = lengths - gone * BLOCK_SIZE
         table = _table(rows).to(device, non_blocking=True)
-        batches.append(PagedBatch(table, lens, starts, longest, most))
+        batches.append(
+            PagedBatch(table, lens, starts, longest, most, batch_invariant=batch_invariant)
+        )
     return StepInputs(moved(token_ids), batches, [NewTokens(at, moved(s)) for s in slots])
 
 

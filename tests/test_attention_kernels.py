@@ -89,13 +89,17 @@ def test_what_follows_from_the_batch_is_made_once():
 
 def test_each_kernel_says_what_it_does_not_take():
     s = sequences([5], [1])
-    problem = attention_problem(s.q, s.keys, s.values, options(6, 32))
+    problem = attention_problem(s.q, s.keys, s.values, s.batch, options(6, 32))
     choice = choose_attention(problem)
     assert choice.candidate.name == "sdpa_cpu"
     assert choice.declined == {"triton": "runs on cuda, not cpu"}
     capped = choose_attention(problem._replace(softcap=True))
     assert capped.candidate.name == "reference"
     assert capped.declined["sdpa_cpu"] == "has no softcap"
+    assert capped.declined["chunks"] == "is for batch_invariant"
+    pinned = choose_attention(problem._replace(batch_invariant=True))
+    assert pinned.candidate.name == "chunks"
+    assert pinned.declined["sdpa_cpu"] == "its sums depend on the batch"
 
     def declined(kernel: str, **changes) -> str:
         with pytest.raises(UserError) as e:

@@ -131,6 +131,19 @@ def test_a_row_is_the_same_bits_in_any_batch(form, kernel_device):
         assert torch.equal(one.lse[0], together.lse[token])
 
 
+def test_a_batch_invariant_prompt_takes_the_form_of_single_tokens(kernel_device):
+    s = Sequences([40], [24], heads=2, kv_heads=1, head_dim=16, device=kernel_device)
+    o = options(2, 16)
+    whole = replace(s.batch, batch_invariant=True)
+    assert s.batch.max_query_len * 2 > 16, "as many rows as have a form of their own otherwise"
+    together = paged_attention(s.q, s.keys, s.values, whole, o)
+    for token in (0, 7, 23):
+        alone = batch_of([17 + token], [1], s.tables[:1], kernel_device)
+        alone = replace(alone, batch_invariant=True)
+        one = paged_attention(s.q[token : token + 1], s.keys, s.values, alone, o)
+        assert torch.equal(one.out[0], together.out[token])
+
+
 def test_rotated_queries_are_taken_as_they_are(kernel_device):
     from lowbit.kernels.kv_quant import rotate_heads
 

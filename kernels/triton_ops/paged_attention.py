@@ -81,7 +81,7 @@ def paged_attention(
     group = heads // keys.kv_heads
     if form is None:
         few = batch.max_query_len * group <= max(16, padded(group))
-        form = "split" if few else "whole"
+        form = "split" if few or batch.batch_invariant else "whole"
     tiles = tiles or default_tiles(form, keys.form, values.form, heads, launch_arch(q.device))
     if keys.fmt is not None and keys.fmt.rotate and not options.rotated_queries:
         q = rotate_heads(q.float()).to(q.dtype)

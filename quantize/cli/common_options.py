@@ -16,4 +16,11 @@ Speculate = Annotated[
     str | None,
     typer.Option(help="Guess ahead and verify: ngram, lookahead, or a smaller model's folder."),
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="The same bits whatever runs beside a request and however it is cut; slower.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]

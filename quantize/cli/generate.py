@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...kernels.errors import UserError
+from ...kernels.errors import UserError, did_you_mean
 from .common import model_path, print_json, say
-from .common_options import AsJson, Device, Dtype, ServedModel, Speculate
+from .common_options import AsJson, BatchInvariant, Device, Dtype, ServedModel, Speculate
 
 if TYPE_CHECKING:
     from ...runtime import LLM, RequestOutput, StructuredOutputsParams
+
+GUESSERS = ("ngram", "lookahead")
 
 
 def generate(
@@ -56,6 +58,7 @@ def generate(
         ),
     ] = "auto",
     speculate: Speculate = None,
+    batch_invariant: BatchInvariant = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
@@ -72,7 +75,10 @@ def generate(
         repetition_penalty=repetition_penalty, structured_outputs=_structured(schema, regex),
     )  # fmt: skip
     guesser = guesser_of(speculate)
-    llm = LLM(model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser)
+    llm = LLM(
+        model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     for warning in llm.warnings:
         say(warning)
     if verbose:
@@ -97,10 +103,16 @@ def generate(
 
 
 def guesser_of(speculate: str | None) -> str | None:
-    """A method that guesses, or the folder of a model that does."""
-    if speculate is None or speculate in ("ngram", "lookahead"):
+    """A method that guesses, or the folder of a model that does. UserError where it is neither."""
+    if speculate is None or speculate in GUESSERS:
         return speculate
-    return str(model_path(speculate))
+    try:
+        return str(model_path(speculate))
+    except UserError as e:
+        raise UserError(
+            f"--speculate takes {', '.join(GUESSERS)} or a smaller model, got '{speculate}'"
+            f"{did_you_mean(speculate, GUESSERS)}: {e}"
+        ) from e
 
 
 def say_speculation(llm: LLM) -> None:

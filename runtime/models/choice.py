@@ -11,11 +11,11 @@ from .hf_module import ModuleDecoder, decline_module
 AnyDecoder: TypeAlias = "Decoder | ModuleDecoder"
 
 
-def make_decoder(model: Any, max_len: int) -> AnyDecoder:
+def make_decoder(model: Any, max_len: int, batch_invariant: bool = False) -> AnyDecoder:
     """The decoder of a loaded model that `decline_model` does not decline. max_len: the longest
-    sequence."""
+    sequence. batch_invariant: rows have the same bits in every batch."""
     if decline_decoder(model.config) is None:
-        return Decoder(model, max_len)
+        return Decoder(model, max_len, batch_invariant)
     return ModuleDecoder(model)
 
 

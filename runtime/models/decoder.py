@@ -55,12 +55,13 @@ class Decoder:
     """A loaded transformers model of a family in FAMILIES, as the engine runs it.
 
     model: transformers' module, whose linears may be packed; those of floats become views or parts
-    of what runs here. max_len: positions that the rotary tables hold. windows: the sliding windows
+    of what runs here. max_len: positions that the rotary tables hold. batch_invariant: of the
+    linears of floats; packed ones are what they were made to be. windows: the sliding windows
     of its layers (None: all keys are seen), which are the kinds of layers; kinds: of each layer its
     number there. UserError, with the reason, for what `decline_decoder` declines.
     """
 
-    def __init__(self, model: Any, max_len: int) -> None:
+    def __init__(self, model: Any, max_len: int, batch_invariant: bool = False) -> None:
         config = model.config
         if reason := decline_decoder(config):
             raise UserError(f"the decoder {reason}")
@@ -69,13 +70,13 @@ class Decoder:
         self._embed_scale = _embedding_scale(base.embed_tokens, config, family)
         ropes = _rotary_tables(base.rotary_emb, config, max_len, self._embed.weight.device)
         self.layers = [
-            DecoderLayer(layer, config, family, ropes[_kind(config, index)])
+            DecoderLayer(layer, config, family, ropes[_kind(config, index)], batch_invariant)
             for index, layer in enumerate(base.layers)
         ]
         self.windows = tuple(dict.fromkeys(layer.sliding_window for layer in self.layers))
         self.kinds = [self.windows.index(layer.sliding_window) for layer in self.layers]
         self._norm = Norm.of(base.norm, family.norm_offset)
-        self._head = output_head(model)
+        self._head = output_head(model, batch_invariant)
         self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
@@ -113,13 +114,16 @@ class Decoder:
 class DecoderLayer:
     """Attention and MLP on the residual stream. kv_heads, head_dim: of what its pools hold."""
 
-    def __init__(self, layer: Any, config: Any, family: Family, rotary: Rotary) -> None:
+    def __init__(
+        self, layer: Any, config: Any, family: Family, rotary: Rotary, batch_invariant: bool
+    ) -> None:
         attention = layer.self_attn
         self.head_dim: int = attention.head_dim
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
-        self._qkv = Projection.in_module(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        self._out = in_place(attention, "o_proj")
+        apart = ("q_proj", "k_proj", "v_proj")
+        self._qkv = Projection.in_module(attention, "qkv_proj", apart, batch_invariant)
+        self._out = in_place(attention, "o_proj", batch_invariant)
         self._wide_norms, head_norm = _query_key_norms(attention, family, self.head_dim)
         self._store = StoreOptions(rotary, head_norm, rotate_queries=True)
         self._attend = AttentionOptions(
@@ -132,7 +136,7 @@ class DecoderLayer:
             wants_lse=False,
         )
         self.sliding_window = self._attend.sliding_window
-        self._mlp = _mlp(layer.mlp, config)
+        self._mlp = _mlp(layer.mlp, config, batch_invariant)
         self._norms = [
             None if name is None else Norm.of(getattr(layer, name), family.norm_offset)
             for name in family[:4]
@@ -185,23 +189,24 @@ def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tu
 class _Gated:
     """act(gate(x)) * up(x), projected down."""
 
-    def __init__(self, module: Any, gate: Gate) -> None:
-        self._gate_up = Projection.in_module(module, "gate_up_proj", ("gate_proj", "up_proj"))
-        self._down = in_place(module, "down_proj")
+    def __init__(self, module: Any, gate: Gate, batch_invariant: bool) -> None:
+        apart = ("gate_proj", "up_proj")
+        self._gate_up = Projection.in_module(module, "gate_up_proj", apart, batch_invariant)
+        self._down = in_place(module, "down_proj", batch_invariant)
         self._gate: Gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(gated_mul(self._gate_up(x), self._gate))
 
 
-def _mlp(module: Any, config: Any) -> Any:
+def _mlp(module: Any, config: Any, batch_invariant: bool) -> Any:
     """A dense MLP as two products; a mixture of experts by its own module."""
     if hasattr(module, "experts"):
         return lambda x: module(x.unsqueeze(0)).squeeze(0)
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in GATES:
         raise UserError(f"the decoder has no activation '{name}' (known: {', '.join(GATES)})")
-    return _Gated(module, GATES[name])
+    return _Gated(module, GATES[name], batch_invariant)
 
 
 def _query_key_norms(

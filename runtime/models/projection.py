@@ -22,10 +22,13 @@ Linear = Callable[[Tensor], Tensor]
 class PlainLinear(nn.Module):
     """y = x @ W.T + bias, W floats in a kernel's own layout; x [..., in] to [..., out]."""
 
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: nn.Parameter | None, batch_invariant: bool = False
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.kernel = choose_plain(PlainProblem(weight.dtype, weight.device.type)).candidate
+        problem = PlainProblem(weight.dtype, weight.device.type, batch_invariant)
+        self.kernel = choose_plain(problem).candidate
         self.packed = self.kernel.pack(weight.detach())
         self.bias = bias
 
@@ -40,19 +43,21 @@ class Projection:
         self._linears = list(linears)
 
     @classmethod
-    def in_module(cls, module: Any, fused: str, apart: Sequence[str]) -> Projection:
+    def in_module(
+        cls, module: Any, fused: str, apart: Sequence[str], batch_invariant: bool = False
+    ) -> Projection:
         """The linear `fused` of a module where it has one, else those named `apart`: as one where
         their weights are floats."""
         if getattr(module, fused, None) is not None:
-            return cls([in_place(module, fused)])
+            return cls([in_place(module, fused, batch_invariant)])
         linears = [getattr(module, name) for name in apart]
         if not all(_is_plain(linear) for linear in linears):
-            return cls([in_place(module, name) for name in apart])
+            return cls([in_place(module, name, batch_invariant) for name in apart])
         biases = [linear.bias for linear in linears]
         if len({bias is None for bias in biases}) > 1:
-            return cls([in_place(module, name) for name in apart])
+            return cls([in_place(module, name, batch_invariant) for name in apart])
         bias = None if biases[0] is None else joined(biases)
-        whole = PlainLinear(joined([linear.weight for linear in linears]), bias)
+        whole = PlainLinear(joined([linear.weight for linear in linears]), bias, batch_invariant)
         if whole.kernel.repacks:
             setattr(module, fused, whole)
             put_parts(module, whole, apart)
@@ -71,25 +76,25 @@ class Projection:
         return [linear(x) for linear in self._linears]
 
 
-def in_place(module: Any, name: str) -> Linear:
+def in_place(module: Any, name: str, batch_invariant: bool = False) -> Linear:
     """The linear `name` of a module as it runs. One of floats is replaced in the module where its
     kernel has the weight in a layout of its own."""
     linear = getattr(module, name)
     if not _is_plain(linear):
         return linear
-    plain = PlainLinear(linear.weight, linear.bias)
+    plain = PlainLinear(linear.weight, linear.bias, batch_invariant)
     if plain.kernel.repacks:
         setattr(module, name, plain)
     return plain
 
 
-def output_head(model: Any) -> Linear:
+def output_head(model: Any, batch_invariant: bool = False) -> Linear:
     """The output head as it runs; one that is tied to the embedding is kept beside it where its
     kernel has the weight in a layout of its own."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not _is_plain(head):
         return head
-    plain = PlainLinear(head.weight, head.bias)
+    plain = PlainLinear(head.weight, head.bias, batch_invariant)
     if plain.kernel.repacks and head.weight is not embedding.weight:
         model.set_output_embeddings(plain)
     return plain
