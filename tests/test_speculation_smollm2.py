@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_guesses_change_no_token(smollm2: Path) -> None:
+def test_guesses_change_no_token(
+    smollm2: Path, record_property: Callable[[str, object], None]
+) -> None:
     def run(method: str | None) -> list[list[int]]:
         llm = LLM(
             smollm2, "cpu", "float32", max_num_seqs=20, batch_invariant=True, speculate=method,
@@ -56,7 +59,8 @@ def test_guesses_change_no_token(smollm2: Path) -> None:
         started = time.perf_counter()
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         told = llm.metrics().speculation
-        print(f"{method}: {time.perf_counter() - started:.0f} s, {told}")
+        record_property(f"{method}, seconds", time.perf_counter() - started)
+        record_property(f"{method}, guesses", str(told))
         assert told is None or told.accepted > 0
         return [o.outputs[0].token_ids for o in outputs]
 
