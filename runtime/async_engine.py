@@ -80,14 +80,17 @@ class AsyncEngine:
         request_id: str | None = None,
         *,
         delta: bool = False,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """What has come of `prompt`, after every step that brought something, until `finished`.
 
-        delta: texts, tokens and logprobs since the output before, not all so far. Left or cancelled
-        before its end, the request is aborted and its blocks are free in the next step. UserError
-        for what cannot run, RequestFailed where the model gave no finite logits, EngineDeadError.
+        delta: texts, tokens and logprobs since the output before, not all so far. priority: see
+        LLM's scheduling_policy. Left or cancelled before its end, the request is aborted and its
+        blocks are free in the next step. UserError for what cannot run, RequestFailed where the
+        model gave no finite logits, EngineDeadError.
         """
         request = await self.request(prompt, sampling_params, request_id)
+        request.priority = priority
         async with contextlib.aclosing(self.run(request, delta=delta)) as outputs:
             async for output in outputs:
                 yield output

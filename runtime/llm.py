@@ -31,7 +31,7 @@ from .prompts import (
 from .request import Request, RequestFailed, RequestOutput, SamplingParams
 from .sampling.beams import BeamRequest, BeamSearchOutput
 from .sampling.params import BeamSearchParams
-from .scheduling.config import Batching
+from .scheduling.config import Batching, Policy
 from .speculation.speculator import make_proposer
 
 ENGINES = ("auto", "paged", "contiguous")
@@ -56,7 +56,9 @@ class LLM:
     computed when blocks run out (0: it is computed again); kv_eviction: "window", "h2o" or
     "snapkv" (runtime/eviction.py) keep kv_budget tokens of each sequence, without a prefix cache;
     batch_invariant: a request's logits have the same bits whatever runs beside it, however its
-    prompt is cut and whatever is proposed (runtime/invariance.py), which takes longer.
+    prompt is cut and whatever is proposed (runtime/invariance.py), which takes longer;
+    scheduling_policy: "fcfs" runs requests as they came, "priority" those of lower numbers first,
+    which may take the place of running ones.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -83,6 +85,7 @@ class LLM:
         kv_eviction: str | None = None,
         kv_budget: int | None = None,
         batch_invariant: bool = False,
+        scheduling_policy: Policy = "fcfs",
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -123,6 +126,7 @@ class LLM:
             limits = EngineLimits(
                 max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
                 enable_prefix_caching, batching, proposer, swap_memory, eviction,
+                scheduling_policy,
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
         else:
@@ -130,6 +134,11 @@ class LLM:
                 raise UserError(
                     "speculate, kv_eviction, swap_memory and batch_invariant need the paged "
                     f"engine; it {declined or 'was not chosen'}"
+                )
+            if scheduling_policy != "fcfs":
+                raise UserError(
+                    f"scheduling_policy '{scheduling_policy}' needs the paged engine; it "
+                    f"{declined or 'was not chosen'}"
                 )
             self._engine = Engine(loaded, max_num_seqs, kv)
 
@@ -162,14 +171,24 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue `prompts`; the outputs come in their order.
 
         A prompt is a string, a list of token ids or {"prompt_token_ids": ids}. sampling_params: one
         for all prompts or one for each. use_tqdm: a progress bar on standard error after 2 seconds.
-        RequestFailed, when all have ended, where the model gave one of them no finite logits.
+        priority: of each prompt, see scheduling_policy. RequestFailed, when all have ended, where
+        the model gave one of them no finite logits.
         """
-        return self._run(self._maker.requests(as_prompts(prompts), sampling_params), use_tqdm)
+        requests = self._maker.requests(as_prompts(prompts), sampling_params)
+        if priority is not None:
+            if len(priority) != len(requests):
+                raise UserError(
+                    f"{len(requests)} prompts need as many priorities, got {len(priority)}"
+                )
+            for request, number in zip(requests, priority, strict=True):
+                request.priority = number
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,

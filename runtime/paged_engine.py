@@ -26,7 +26,7 @@ from .models.choice import decline_model, make_decoder
 from .request import Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import add_prompt_logprobs
-from .scheduling.config import BLOCK_SIZE, Batching, KVKind, SchedulerConfig
+from .scheduling.config import BLOCK_SIZE, Batching, KVKind, Policy, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState
@@ -46,7 +46,7 @@ class EngineLimits(NamedTuple):
     as `max_num_seqs` requests of the longest kind fill. batching: see SchedulerConfig. proposer: of
     tokens to verify, see runtime/speculation. swap_memory: bytes of host memory for blocks of
     requests that have to give up theirs; 0: they are computed again. eviction: of keys and
-    values that a sequence has too many of."""
+    values that a sequence has too many of. policy: see SchedulerConfig."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -57,6 +57,7 @@ class EngineLimits(NamedTuple):
     proposer: Proposer | None = None
     swap_memory: int = 0
     eviction: Eviction | None = None
+    policy: Policy = "fcfs"
 
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
@@ -91,6 +92,7 @@ class PagedEngine:
                 BLOCK_SIZE,
                 limits.max_num_seqs,
                 max(limits.max_num_batched_tokens, limits.max_num_seqs),
+                policy=limits.policy,
                 batching=limits.batching,
                 preemption="swap" if host_blocks else "recompute",
                 prefix_cache=limits.prefix_cache and limits.eviction is None,
@@ -154,6 +156,7 @@ class PagedEngine:
         state = RequestState(
             request.request_id, request.prompt_token_ids, request.max_tokens,
             n=len(request.continuations), lockstep=isinstance(request, BeamRequest),
+            priority=request.priority,
             reuse_prefix=request.prompt_logprobs is None,
         )  # fmt: skip
         self._scheduler.add(state)

@@ -100,8 +100,11 @@ class Request:
     """One prompt on its way. The engine appends tokens to its continuations until all have ended.
 
     max_tokens: params.max_tokens, cut to what the model's context leaves room for. grammar: what
-    the text has to follow. Times are those of time.perf_counter.
+    the text has to follow. priority: lower ones first, under the scheduling policy of that name.
+    Times are those of time.perf_counter.
     """
+
+    priority: int = 0
 
     def __init__(
         self,

@@ -125,6 +125,20 @@ def test_more_memory_than_there_is_is_refused(folder: Path) -> None:
         paged(folder, kv_memory=1 << 50)
 
 
+def test_the_urgent_come_first_where_that_is_asked(folder: Path, alone) -> None:
+    """One seat: the third prompt ends first, and every prompt's tokens are its own."""
+    for policy, order in (("fcfs", [0, 1, 2, 3]), ("priority", [2, 1, 3, 0])):
+        llm = paged(folder, max_num_seqs=1, scheduling_policy=policy)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[9, 0, -5, 0])
+        assert [o.outputs[0].token_ids for o in outputs] == alone
+        started = [o.metrics.queue_seconds for o in outputs]
+        assert sorted(range(4), key=started.__getitem__) == order, policy
+    with pytest.raises(UserError, match="4 prompts need as many priorities, got 1"):
+        llm.generate(PROMPTS, GREEDY, priority=[1])
+    with pytest.raises(UserError, match="policy must be one of fcfs, priority, got 'edf'"):
+        paged(folder, scheduling_policy="edf")
+
+
 def test_engines_are_named_with_the_reason(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "bloom", OTHERS["bloom"]())
     llm = LLM(folder, "cpu", "float32")

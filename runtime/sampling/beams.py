@@ -74,8 +74,10 @@ def beam_ways(logits: Tensor, scores: Tensor, ends: Tensor, width: int) -> tuple
 class BeamRequest:
     """One prompt whose beams are on their way, with the face of a Request that engines see.
 
-    continuations: as many as the beams that run together at most.
+    continuations: as many as the beams that run together at most. priority: as of a Request.
     """
+
+    priority: int = 0
 
     def __init__(
         self,
