@@ -157,6 +157,26 @@ def blocks_in(memory: int | None, most: int, block_bytes: int, device: torch.dev
     return blocks
 
 
+def kv_memory_within(share: float, device: torch.device) -> int:
+    """Bytes for keys and values with which `share` of the device's memory is in use, by whatever
+    process. UserError where there is no such device, and where more is in use already."""
+    if not 0 < share <= 1:
+        raise UserError(f"gpu_memory_utilization must be above 0 and at most 1, got {share:g}")
+    if device.type != "cuda":
+        raise UserError(
+            f"gpu_memory_utilization is of a GPU's memory, and the model is on {device}: take "
+            "kv_memory"
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    memory = int(share * total) - (total - free)
+    if memory <= 0:
+        raise UserError(
+            f"gpu_memory_utilization {share:g} of {total:,} bytes leaves nothing for keys and "
+            f"values: {total - free:,} are in use already"
+        )
+    return memory
+
+
 def host_blocks_in(memory: int, block_bytes: int) -> int:
     """Blocks in `memory` bytes of the host; 0: none are asked for. UserError as `blocks_in`."""
     if memory == 0:

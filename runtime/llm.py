@@ -15,6 +15,7 @@ from ..quantize.kv_names import describe_kv
 from .engine import Engine, EngineStats
 from .eviction import Eviction
 from .kv_formats import resolve_kv
+from .kv_pools import kv_memory_within
 from .linear import LinearReport
 from .loader import load
 from .metrics import EngineMetrics
@@ -48,7 +49,8 @@ class LLM:
     checkpoint says, else the model's. engine: "paged" (runtime/paged_engine.py: continuous
     batching) or "contiguous" (runtime/engine.py); "auto": the first that can run the model. Of the
     paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
-    quarter of the free memory, or less where that is enough for all rows); enable_prefix_caching:
+    quarter of the free memory, or less where that is enough for all rows), or in its place
+    gpu_memory_utilization: the share of a GPU's memory that is in use with them; enable_prefix_caching:
     compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
     to be compared with "continuous"; speculate: "ngram", "lookahead" or the folder of a smaller
     model, which propose num_speculative_tokens that the model verifies in one step
@@ -86,6 +88,7 @@ class LLM:
         kv_budget: int | None = None,
         batch_invariant: bool = False,
         scheduling_policy: Policy = "fcfs",
+        gpu_memory_utilization: float | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -94,6 +97,8 @@ class LLM:
         ):  # fmt: skip
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
+        if kv_memory is not None and gpu_memory_utilization is not None:
+            raise UserError("kv_memory and gpu_memory_utilization say the same: give one of them")
         eviction = Eviction.of(kv_eviction, kv_budget)
         if eviction is not None and speculate is not None:
             raise UserError(
@@ -123,6 +128,8 @@ class LLM:
             proposer = None if speculate is None else make_proposer(
                 speculate, num_speculative_tokens, loaded, self.vocab_size, self.max_model_len
             )  # fmt: skip
+            if gpu_memory_utilization is not None:
+                kv_memory = kv_memory_within(gpu_memory_utilization, self.device)
             limits = EngineLimits(
                 max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
                 enable_prefix_caching, batching, proposer, swap_memory, eviction,

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lowbit.kernels.errors import UserError
 from lowbit.runtime import LLM, SamplingParams
+from lowbit.runtime.kv_pools import kv_memory_within
 from lowbit.runtime.paged_engine import BLOCK_SIZE, PagedEngine
 
 from .runtime_models import FAMILIES, OTHERS, save_tiny
@@ -123,6 +125,23 @@ def test_too_little_memory_is_refused(folder: Path) -> None:
 def test_more_memory_than_there_is_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"kv_memory asks for 1,125,899.* are free: ask for less"):
         paged(folder, kv_memory=1 << 50)
+
+
+def test_a_share_of_a_gpus_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    assert kv_memory_within(0.9, gpu) == 500, "of 900 bytes 400 are in use"
+    for share, device, words in [
+        (0.4, gpu, "leaves nothing for keys and values: 400 are in use"),
+        (1.5, gpu, "above 0 and at most 1, got 1.5"),
+        (0.9, torch.device("cpu"), "the model is on cpu: take kv_memory"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            kv_memory_within(share, device)
+    with pytest.raises(UserError, match="give one of them"):
+        paged(folder, kv_memory=1 << 20, gpu_memory_utilization=0.5)
+    with pytest.raises(UserError, match="take kv_memory"):
+        paged(folder, gpu_memory_utilization=0.5)
 
 
 def test_the_urgent_come_first_where_that_is_asked(folder: Path, alone) -> None:
