@@ -50,8 +50,8 @@ class LLM:
     batching) or "contiguous" (runtime/engine.py); "auto": the first that can run the model. Of the
     paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
     quarter of the free memory, or less where that is enough for all rows), or in its place
-    gpu_memory_utilization: the share of a GPU's memory that is in use with them; enable_prefix_caching:
-    compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
+    gpu_memory_utilization: the share of a GPU's memory that is in use with them;
+    enable_prefix_caching: compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
     to be compared with "continuous"; speculate: "ngram", "lookahead" or the folder of a smaller
     model, which propose num_speculative_tokens that the model verifies in one step
     (runtime/speculation); swap_memory: bytes of host memory to which requests move what they have
