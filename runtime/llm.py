@@ -51,11 +51,11 @@ class LLM:
     paged one, max_num_batched_tokens: of a step; kv_memory: bytes for keys and values (None: a
     quarter of the free memory, or less where that is enough for all rows), or in its place
     gpu_memory_utilization: the share of a GPU's memory that is in use with them;
-    enable_prefix_caching: compute what prompts have in common once; batching: "static" lets nobody join a batch that runs,
-    to be compared with "continuous"; speculate: "ngram", "lookahead" or the folder of a smaller
-    model, which propose num_speculative_tokens that the model verifies in one step
-    (runtime/speculation); swap_memory: bytes of host memory to which requests move what they have
-    computed when blocks run out (0: it is computed again); kv_eviction: "window", "h2o" or
+    enable_prefix_caching: compute what prompts have in common once; batching: "static" lets nobody
+    join a batch that runs, to be compared with "continuous"; speculate: "ngram", "lookahead" or the
+    folder of a smaller model, which propose num_speculative_tokens that the model verifies in one
+    step (runtime/speculation); swap_memory: bytes of host memory to which requests move what they
+    have computed when blocks run out (0: it is computed again); kv_eviction: "window", "h2o" or
     "snapkv" (runtime/eviction.py) keep kv_budget tokens of each sequence, without a prefix cache;
     batch_invariant: a request's logits have the same bits whatever runs beside it, however its
     prompt is cut and whatever is proposed (runtime/invariance.py), which takes longer;
