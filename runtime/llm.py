@@ -92,24 +92,15 @@ class LLM:
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
-        for name, value in (
-            ("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)
-        ):  # fmt: skip
-            if value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
+        eviction = Eviction.of(kv_eviction, kv_budget)
+        _check_together(
+            {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
+            evicts=eviction is not None,
+            speculates=speculate is not None,
+            invariant=batch_invariant,
+        )
         if kv_memory is not None and gpu_memory_utilization is not None:
             raise UserError("kv_memory and gpu_memory_utilization say the same: give one of them")
-        eviction = Eviction.of(kv_eviction, kv_budget)
-        if eviction is not None and speculate is not None:
-            raise UserError(
-                "kv_eviction does not go with speculate: tokens that are verified in one step "
-                "would see other keys than one by one; choose one of them"
-            )
-        if eviction is not None and batch_invariant:
-            raise UserError(
-                "kv_eviction does not go with batch_invariant: what is kept follows from how steps "
-                "are cut; choose one of them"
-            )
         loaded = load(path, device, dtype, linear_kernel, batch_invariant)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.dtype = loaded.device, loaded.dtype
@@ -137,14 +128,15 @@ class LLM:
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
         else:
-            if speculate is not None or eviction is not None or swap_memory or batch_invariant:
+            asked = {
+                "speculate": speculate, "kv_eviction": kv_eviction, "swap_memory": swap_memory,
+                "batch_invariant": batch_invariant,
+                "scheduling_policy": scheduling_policy != "fcfs",
+                "gpu_memory_utilization": gpu_memory_utilization,
+            }  # fmt: skip
+            if names := [name for name, value in asked.items() if value]:
                 raise UserError(
-                    "speculate, kv_eviction, swap_memory and batch_invariant need the paged "
-                    f"engine; it {declined or 'was not chosen'}"
-                )
-            if scheduling_policy != "fcfs":
-                raise UserError(
-                    f"scheduling_policy '{scheduling_policy}' needs the paged engine; it "
+                    f"{' and '.join(names)} need{'s' * (len(names) == 1)} the paged engine; it "
                     f"{declined or 'was not chosen'}"
                 )
             self._engine = Engine(loaded, max_num_seqs, kv)
@@ -274,6 +266,25 @@ class LLM:
         finally:
             for request in going:
                 self._engine.abort(request.request_id)
+
+
+def _check_together(
+    counts: dict[str, int], *, evicts: bool, speculates: bool, invariant: bool
+) -> None:
+    """UserError for counts below 1, and for choices that exclude each other."""
+    for name, value in counts.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    if evicts and speculates:
+        raise UserError(
+            "kv_eviction does not go with speculate: tokens that are verified in one step would "
+            "see other keys than one by one; choose one of them"
+        )
+    if evicts and invariant:
+        raise UserError(
+            "kv_eviction does not go with batch_invariant: what is kept follows from how steps are "
+            "cut; choose one of them"
+        )
 
 
 def _outputs(requests: list[Request]) -> list[RequestOutput]:

@@ -197,7 +197,7 @@ def test_a_draft_model_proposes_within_its_own_context(folder: Path, tmp_path: P
 
 def test_who_cannot_speculate_is_told_why(folder: Path, tmp_path: Path) -> None:
     bloom = save_tiny(tmp_path / "bloom", OTHERS["bloom"]())
-    with pytest.raises(UserError, match="need the paged engine; it .* not bloom"):
+    with pytest.raises(UserError, match="speculate needs the paged engine; it .* not bloom"):
         LLM(bloom, "cpu", "float32", speculate="ngram")
     with pytest.raises(UserError, match="num_speculative_tokens must be at least 1, got 0"):
         LLM(folder, "cpu", "float32", speculate="ngram", num_speculative_tokens=0)
