@@ -202,7 +202,7 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "x", "model": "other"}, 404, "there is no model 'other'"),
     ({"prompt": "x", "logit_bias": {"5": 1000}}, 400, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"abc": 1}}, 400, "logit_bias"),
-    ({"prompt": "x", "n": 17, "max_tokens": 2}, 400, "max_num_seqs"),
+    ({"prompt": "x", "n": 17, "max_tokens": 2}, 422, "max_num_seqs, 16"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
     ({"prompt": "x", "best_of": 4}, 400, "best_of"),
     (
@@ -214,6 +214,77 @@ BAD: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "json_schema"),
     ({}, 400, "prompt"),
 ]
+
+
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completions", {"prompt": {"a": 1}}, "prompt", "a string, a list of strings, a list of token"),
+    ("completions", {"prompt": [1, "a"]}, "prompt", 'lists of token ids, got [1, "a"]'),
+    ("completions", {"prompt": ["a", None]}, "prompt", 'got ["a", null]'),
+    ("completions", {"prompt": "x", "n": 0}, "n", "n must be at least 1, got 0"),
+    ("completions", {"prompt": "x", "n": "1"}, "n", 'n must be a whole number, got "1"'),
+    ("completions", {"prompt": "x", "logprobs": 21}, "logprobs", "must be at most 20, got 21"),
+    ("completions", {"prompt": "x", "stop": ["a", 5]}, "stop[1]", "must be a string, got 5"),
+    ("completions", {"prompt": "x", "stop": 5}, "stop", "a string or a list of strings, got 5"),
+    ("completions", {"prompt": "x", "seed": "y" * 99}, "seed", f'number, got "{"y" * 60}"...'),
+    ("completions", {"prompt": "x", "logit_bias": {"5": "a"}}, "logit_bias.5", 'number, got "a"'),
+    ("completions", {"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type",
+     "must be 'text', 'json_object' or 'json_schema', got \"xml\""),
+    ("completions", {}, "prompt", "prompt is missing"),
+    ("completions", {"prompt": None}, "prompt", "prompt is missing"),
+    ("chat/completions", {"messages": []}, "messages", "must have at least 1 item"),
+    ("chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role",
+     "'assistant' or 'tool', got \"bot\""),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type", "must be 'text', got \"image_url\""),
+    ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content",
+     "a string or a list of parts, got 5"),
+    *(("chat/completions", {"messages": [*CHAT, entry]}, "messages[2].content", "is missing")
+      for entry in ({"role": "user"}, {"role": "system", "content": None}, {"role": "assistant"},
+                    {"role": "user", "content": []}, {"role": "tool", "tool_call_id": "1"})),
+    ("chat/completions", {"messages": CHAT, "tool_choice": "any"}, "tool_choice",
+     "'none', 'auto' or 'required' or an object, got \"any\""),
+    ("chat/completions", {"messages": CHAT, "tool_choice": {"type": "function"}},
+     "tool_choice.function", "tool_choice.function is missing"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x" * 999}]}, "messages",
+     "shorten it"),
+    ("embeddings", {"input": "x" * 999}, "input", "shorten it"),
+    ("embeddings", {"input": 5}, "input", "input must be a string, a list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "param", "part"), WRONG)
+def test_a_refusal_names_the_field_as_it_was_written_and_what_stood_there(
+    server, path, body, param, part
+):
+    answer = server.post(f"/v1/{path}", body)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 422) and error["param"] == param, error
+    assert part in error["message"] and param in error["message"] + " messages input", error
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "part"),
+    [
+        (b'{"prompt": x}', "application/json", 400, "no JSON: Expecting value at character 11"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "no UTF-8: invalid start byte at byte 12"),
+        (b"", "application/json", 400, "the body is empty"),
+        (b"[]", "application/json", 400, "the body must be an object, got []"),
+        (b"[" * 100_000, "application/json", 400, "too deep"),
+        (b'{"prompt": "x"}', None, 415, "Content-Type: application/json"),
+        (b'{"prompt": "x"}', "text/plain", 415, "Content-Type: application/json"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_said_to_be_so(server, content, kind, status, part):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = server.http.post("/v1/completions", content=content, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status and part in error["message"], error
+    assert error["param"] is None
+
+
+def test_null_is_as_good_as_nothing(server):
+    nulls = dict.fromkeys(("n", "echo", "stream", "logprobs", "stop", "seed"))
+    assert len(server.complete("x", **nulls, max_tokens=2)["choices"]) == 1
 
 
 @pytest.mark.parametrize(("body", "status", "part"), BAD)

@@ -130,6 +130,39 @@ def test_a_full_queue_and_a_long_wait_are_503(folder):
         server.idle()
 
 
+def test_what_can_never_fit_is_not_told_to_come_again(folder):
+    """Nor is it counted: nothing of it has run."""
+
+    def load() -> LLM:
+        return LLM(folder, "cpu", "float32", max_num_seqs=4, max_model_len=64, kv_memory=1 << 16)
+
+    with served(load, max_queue=2) as server:
+        llm = server.service.loaded.engine.llm
+        assert llm._engine._scheduler.config.kinds[0].num_blocks < 4 * 4
+        few = {"prompt": "x", "max_tokens": 2, "temperature": 1}
+        refused = [
+            {**few, "prompt": ["x"] * 7},
+            {**few, "prompt": ["x", "y"], "n": 4},
+            {**few, "n": 5},
+            {**few, "n": 4, "max_tokens": 60},
+        ]
+        for body in refused:
+            for stream in (False, True):
+                answer = server.post("/v1/completions", {**body, "stream": stream})
+                assert answer.status_code == 422, answer.text
+                assert "retry-after" not in answer.headers
+                assert answer.json()["error"]["code"] in ("too_many_continuations", "never_fits")
+        chat = {"messages": [{"role": "user", "content": "x"}], "n": 4, "max_tokens": 50}
+        assert server.post("/v1/chat/completions", chat).status_code == 422
+        server.idle()
+        told = server.http.get("/metrics").text
+        assert "request_success_total{" not in told and "prompt_tokens_count{" not in told.replace(
+            'prompt_tokens_count{model_name="tiny"} 0.0', ""
+        )
+        lines = until(lambda: [r for r in server.requests() if r["path"] == "/v1/completions"][7:])
+        assert "finish_reasons" not in lines[0]
+
+
 def test_a_body_that_does_not_come_and_a_reader_that_does_not_read_are_left(folder):
     with served(folder, client_timeout=1.0) as server:
         host, port = server.url.removeprefix("http://").split(":")
@@ -237,6 +270,28 @@ def test_settings_and_addresses_that_cannot_be_are_refused(folder):
         taken.listen()
         with pytest.raises(UserError, match="cannot listen at 127.0.0.1, port"):
             bind("127.0.0.1", taken.getsockname()[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--kv-memory", "lots", "--kv-memory must be a size"),
+        ("--kv", "eight", "unknown KV format 'eight'"),
+        ("--dtype", "float7", "dtype must be auto or one of"),
+        ("--device", "abacus", "device 'abacus' cannot be used"),
+        ("--max-num-seqs", "0", "--max-num-seqs must be at least 1, got 0"),
+        ("--max-num-batched-tokens", "15", "must be at least 16 as --max-num-seqs is"),
+        ("--max-model-len", "257", "--max-model-len must be from 2 to the model's 256, got 257"),
+        ("--tool-parser", "other", "tool_parser must be one of"),
+        ("--port", "70000", "port must be from 0"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_before_anybody_is_listened_to(
+    command, folder, option, value, told
+):
+    outcome = command("serve", folder, option, value)
+    assert outcome.code == 2 and told in " ".join(outcome.stderr.split())
+    assert "listening" not in outcome.stderr
 
 
 ASKS_ITSELF = f"""

@@ -58,7 +58,7 @@ async def _begin(
 ) -> tuple[Generation, ToolUse]:
     """ApiError or UserError for what cannot run."""
     service.check_model(body.model)
-    most = service.most_output(body.asked_tokens())
+    most = service.most_output(*body.asked_tokens())
     engine = service.ready().engine
     use = tool_use(body, engine.llm.tokenizer, service.settings.tool_parser)
     more = {} if use.structure is None else {"structured_outputs": use.structure}
@@ -69,7 +69,7 @@ async def _begin(
         **_template_options(body, engine.llm.tokenizer),
     )
     name = f"chatcmpl-{context.request_id}"
-    requests = [await service.request(prompt, params, name)]
+    requests = [await service.request(prompt, params, name, "messages")]
     return Generation(service, context, name, requests), use
 
 

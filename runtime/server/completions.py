@@ -46,7 +46,7 @@ async def _begin(service: Service, body: CompletionRequest, context: Context) ->
     params = body.params(service.most_output(body.max_tokens, default=DEFAULT_TOKENS))
     name = f"cmpl-{context.request_id}"
     requests = [
-        await service.request(prompt, params, f"{name}-{number}")
+        await service.request(prompt, params, f"{name}-{number}", "prompt")
         for number, prompt in enumerate(prompts)
     ]
     return Generation(service, context, name, requests)

@@ -42,7 +42,7 @@ async def _embed(service: Service, body: EmbeddingRequest, context: Context) -> 
     with ready.places.take(1):
         for index, given in enumerate(inputs):
             name = f"embd-{context.request_id}-{index}"
-            ids = (await service.request(given, _ONE, name)).prompt_token_ids
+            ids = (await service.request(given, _ONE, name, "input")).prompt_token_ids
             vector = await ready.engine.embed(ids)
             tokens += len(ids)
             made.append(Embedding(index=index, embedding=_written(vector, body.encoding_format)))

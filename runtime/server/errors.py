@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ...kernels.errors import UserError
-from ..prompts import PromptTooLong
 from ..request import RequestFailed
 from ..streams import EngineDeadError, NotStarted
+from .validation import what_is_wrong
 
 MAX_MESSAGE = 1000  # letters
 RETRY_SECONDS = 1  # what a client is told to wait where nobody can know
@@ -38,7 +38,7 @@ class Error(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 404, 408, 413, 422, 429, 500, 503)
+    status: {"model": Error} for status in (400, 401, 404, 408, 413, 415, 422, 429, 500, 503)
 }
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -87,8 +87,6 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), code="model_failed")
-    if isinstance(error, PromptTooLong):
-        return ApiError(422, str(error), code="context_length_exceeded", param="prompt")
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, NotStarted):
@@ -99,18 +97,33 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail))
+        return _unread(error)
     return ApiError(500, "internal error: the log has it under this request's id")
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, without what stood there."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field: {where}", code="unknown_field", param=where)
-    message = str(first["msg"])
-    return ApiError(400, f"{where}: {message}" if where else message, param=where or None)
+    """The first thing that is wrong with a body."""
+    if isinstance(error.body, bytes):
+        return ApiError(
+            415, "the body has to come as JSON: send the header 'Content-Type: application/json'",
+            code="no_json",
+        )  # fmt: skip
+    wrong = what_is_wrong(error.errors(), error.body)
+    return ApiError(400, wrong.message, code=wrong.code, param=wrong.field or None)
+
+
+def _unread(error: HTTPException) -> ApiError:
+    """What the framework says, who tells not what has kept it from reading a body."""
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        told = f"the body is no UTF-8: {cause.reason} at byte {cause.start}"
+    elif isinstance(cause, RecursionError):
+        told = "the body's lists and objects are too deep in each other: make it flatter"
+    elif isinstance(cause, ValueError):
+        told = f"the body cannot be read: {cause}"
+    else:
+        told = str(error.detail)
+    return ApiError(error.status_code, told)
 
 
 def add_error_handlers(app: FastAPI) -> None:

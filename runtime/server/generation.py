@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...kernels.errors import UserError
-from ..request import CompletionOutput, RequestOutput
+from ..request import CompletionOutput, RequestFailed, RequestOutput
 from ..request import Request as EngineRequest
 from .errors import ApiError, as_api_error
 from .frame import ClientGone, Context
@@ -109,20 +109,31 @@ class Generation:
     ) -> AsyncGenerator[RequestOutput, None]:
         timeout = self.service.settings.queue_timeout
         outputs = self._ready.engine.run(request, start_within=timeout, **how)
+        refused = False
         try:
             async for output in outputs:
                 yield output
+        except UserError as e:
+            refused = not isinstance(e, RequestFailed)
+            if refused:
+                raise ApiError(422, str(e), code="never_fits") from e
+            raise
         finally:
             await outputs.aclose()
-            told = request.output(delta=True)
-            self.context.told.append(told)
-            self.service.metrics.finished(told)
-            if self.service.settings.log_prompts:
-                texts = {
-                    "prompt": request.prompt or request.prompt_token_ids,
-                    "answers": [c.text.text for c in request.continuations],
-                }
-                self.context.fields.setdefault("texts", []).append(texts)
+            if not refused:
+                self._note(request)
+
+    def _note(self, request: EngineRequest) -> None:
+        """`request` is over: for the log and the metrics."""
+        told = request.output(delta=True)
+        self.context.told.append(told)
+        self.service.metrics.finished(told)
+        if self.service.settings.log_prompts:
+            texts = {
+                "prompt": request.prompt or request.prompt_token_ids,
+                "answers": [c.text.text for c in request.continuations],
+            }
+            self.context.fields.setdefault("texts", []).append(texts)
 
 
 def news(output: RequestOutput, quiet: bool) -> list[CompletionOutput]:

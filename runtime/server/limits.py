@@ -21,7 +21,14 @@ class Places:
 
     @contextmanager
     def take(self, n: int) -> Iterator[None]:
-        """Hold n places. ApiError where there are not so many."""
+        """Hold n places. ApiError where there are not so many, now or ever."""
+        if n > self.running + self.max_queue:
+            raise ApiError(
+                422,
+                f"the request asks for {n} continuations, and {self.running + self.max_queue} may "
+                "run and wait at once: ask for fewer prompts or a smaller n",
+                code="too_many_continuations",
+            )
         if self.taken + n > self.running + self.max_queue:
             raise ApiError(
                 503,

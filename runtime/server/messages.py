@@ -21,7 +21,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     told: dict[str, Any] = {
-        "role": _ROLES.get(message.role, message.role), "content": content or ""
+        "role": _ROLES.get(message.role, message.role), "content": content or message.refusal or ""
     }  # fmt: skip
     if message.tool_calls:
         told["tool_calls"] = [_call(call) for call in message.tool_calls]

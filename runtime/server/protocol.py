@@ -6,13 +6,17 @@ here. What a value may be is checked where it is used: sampling by SamplingParam
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from ...kernels.errors import UserError
 from ..sampling.params import SamplingParams, StructuredOutputsParams
+from .validation import shown
 
+_TOKEN = re.compile(r"-?\d{1,20}", re.ASCII)
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 256  # of one request
 MAX_STOPS = 16
@@ -20,7 +24,21 @@ DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI has it
 
 
 class Body(BaseModel):
+    """null is as good as nothing for a field that has something else by default."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_nulls_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None or name not in fields or fields[name].get_default() is None
+        }
 
 
 class StreamOptions(Body):
@@ -172,6 +190,15 @@ class Message(Body):
     tool_call_id: str | None = None
     refusal: str | None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        instead = self.role == "assistant" and (self.tool_calls or self.refusal)
+        if (self.content is None or self.content == []) and not instead:
+            raise PydanticCustomError(
+                "no_content", "only an assistant's message with tool_calls may go without"
+            )
+        return self
+
 
 class Function(Body):
     name: str = Field(min_length=1, max_length=64)
@@ -209,9 +236,11 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
 
-    def asked_tokens(self) -> int | None:
-        asked = self.max_completion_tokens
-        return self.max_tokens if asked is None else asked
+    def asked_tokens(self) -> tuple[int | None, str]:
+        """How many, and the field that says so."""
+        if self.max_completion_tokens is None:
+            return self.max_tokens, "max_tokens"
+        return self.max_completion_tokens, "max_completion_tokens"
 
     def counted_logprobs(self) -> int | None:
         """As SamplingParams has it."""
@@ -257,7 +286,7 @@ def as_prompts(given: str | list[Any], field: str) -> list[Any]:
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError as e:
-        raise UserError(f"logit_bias must be of token ids: {e}") from e
+    wrong = next((token for token in given if not _TOKEN.fullmatch(token)), None)
+    if wrong is not None:
+        raise UserError(f"logit_bias must give numbers to token ids, got {shown(wrong)}")
+    return {int(token): bias for token, bias in given.items()}

@@ -13,6 +13,7 @@ from typing import Literal
 from ...kernels.errors import UserError
 from ..async_engine import AsyncEngine
 from ..llm import LLM
+from ..prompts import PromptTooLong
 from ..request import Request as EngineRequest
 from ..sampling.params import SamplingParams
 from ..streams import EngineDeadError
@@ -91,29 +92,42 @@ class Service:
                 param="model",
             )
 
-    def most_output(self, asked: int | None, default: int | None = None) -> int:
-        """max_tokens of a request that asks for so many. ApiError for too many."""
+    def most_output(
+        self, asked: int | None, field: str = "max_tokens", default: int | None = None
+    ) -> int:
+        """max_tokens of a request that asks for so many in `field`. ApiError for too many."""
         limit = self.settings.max_output_tokens
         if asked is None:
             allowed = self.ready().most_tokens if default is None else default
             return allowed if limit is None else min(allowed, limit)
         if limit is not None and asked > limit:
             raise ApiError(
-                422, f"max_tokens is {asked}, and at most {limit} are allowed",
-                code="output_too_long", param="max_tokens",
+                422, f"{field} is {asked}, and at most {limit} are allowed",
+                code="output_too_long", param=field,
             )  # fmt: skip
         return asked
 
     async def request(
-        self, prompt: object, params: SamplingParams, request_id: str
+        self, prompt: object, params: SamplingParams, request_id: str, field: str
     ) -> EngineRequest:
-        """Of a prompt that is no longer than it may be."""
-        made = await self.ready().engine.request(prompt, params, request_id)  # type: ignore[arg-type]
+        """Of a prompt that is no longer than it may be, with no more continuations than run at
+        once. field: where it was given."""
+        most = self.ready().places.running
+        if params.n > most:
+            raise ApiError(
+                422, f"n is {params.n}, and max_num_seqs, {most}, continuations of a prompt run at "
+                "once: ask for fewer",
+                code="too_many_continuations", param="n",
+            )  # fmt: skip
+        try:
+            made = await self.ready().engine.request(prompt, params, request_id)  # type: ignore[arg-type]
+        except PromptTooLong as e:
+            raise ApiError(422, str(e), code="context_length_exceeded", param=field) from e
         limit, length = self.settings.max_prompt_tokens, len(made.prompt_token_ids)
         if limit is not None and length > limit:
             raise ApiError(
                 422, f"the prompt has {length} tokens, and at most {limit} are allowed: shorten it",
-                code="prompt_too_long", param="prompt",
+                code="prompt_too_long", param=field,
             )  # fmt: skip
         return made
 
