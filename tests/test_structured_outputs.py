@@ -102,8 +102,12 @@ def test_a_model_without_an_end_stops_where_the_grammar_does(tmp_path, folder):
 def test_what_is_no_schema_is_refused(folder, asked):
     llm = LLM(folder, "cpu", "float32")
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**asked))
-    with pytest.raises(UserError, match="structured outputs cannot follow"):
+    with pytest.raises(UserError, match="structured outputs cannot follow the ") as refused:
         llm.generate("x", params, use_tqdm=False)
+    told = str(refused.value)
+    assert "Params(" not in told and ".cc:" not in told, "nothing of the program's insides"
+    given = next(iter(asked.values()))
+    assert (given if isinstance(given, str) else '{"type": "nonsense"}') in told
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from .params import StructuredOutputsParams
 CACHE_BYTES = 256 << 20
 MAX_DEPTH = 200  # of brackets in a schema, an expression or a grammar
 MAX_TOLD = 300  # letters of it in a message
+_PLACE = re.compile(
+    r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?"
+)  # in xgrammar's code
 
 
 class GrammarCompiler:
@@ -54,7 +58,7 @@ class GrammarCompiler:
         try:
             compiled = self._compiled(params)
         except (RuntimeError, ValueError) as e:
-            reason = str(e).strip().splitlines()
+            reason = [_PLACE.sub("", line) for line in str(e).strip().splitlines()]
             raise UserError(
                 f"structured outputs cannot follow {told}: {reason[-1] if reason else e}"
             ) from e
@@ -140,8 +144,17 @@ def _depth(params: StructuredOutputsParams) -> int:
 
 
 def _shortened(params: StructuredOutputsParams) -> str:
-    told = str(params)
-    return told if len(told) <= MAX_TOLD else f"{told[:MAX_TOLD]}..."
+    """What was asked for, in words, and its beginning."""
+    if params.json_object:
+        return "a JSON object"
+    kinds = {"JSON schema": params.json, "regular expression": params.regex,
+             "grammar": params.grammar, "choice": params.choice}  # fmt: skip
+    kind, given = next((kind, given) for kind, given in kinds.items() if given is not None)
+    try:
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    except RecursionError:
+        return f"the {kind}"
+    return f"the {kind} {text[:MAX_TOLD]}{'...' if len(text) > MAX_TOLD else ''}"
 
 
 def _xgrammar() -> Any:
