@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from lowbit.quantize.cli.generate import generate
+from lowbit.kernels.errors import UserError
+from lowbit.quantize.cli.generate import generate, guesser_of
 from lowbit.runtime import LLM, SamplingParams
 from typer.testing import CliRunner
 
@@ -95,3 +96,10 @@ def test_guesses_change_no_text_and_are_told_of(checkpoint):
         guessed = run(*options, "--speculate", method, "--verbose")
         assert guessed.stdout == plain.stdout
         assert f"{method}: " in guessed.stderr and "proposed tokens accepted" in guessed.stderr
+
+
+def test_a_guesser_that_is_none_is_told_which_there_are():
+    for given, hint in (("lookahed", "did you mean 'lookahead'?"), ("a/b/c", "no such model")):
+        with pytest.raises(UserError, match="takes ngram, lookahead or a smaller") as refused:
+            guesser_of(given)
+        assert f"got '{given}'" in str(refused.value) and hint in str(refused.value)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...kernels.errors import UserError
 from ..sizes import parse_size
 from .common import model_path
 from .common_options import Device, Dtype, ServedModel
@@ -133,14 +134,51 @@ def serve(
         log_prompts=log_prompts, tool_parser=tool_parser,
     )  # fmt: skip
 
+    kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
+    _check_engine(device, dtype, kv, max_num_seqs, max_num_batched_tokens)
+    _check_length(folder, max_model_len)
+
     def load() -> LLM:
         from ...runtime import LLM
 
         return LLM(
             folder, device, dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens,
-            kv_memory=None if kv_memory is None else parse_size(kv_memory, "--kv-memory"),
+            kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_bytes,
             enable_prefix_caching=prefix_caching,
         )  # fmt: skip
 
     run(settings, load)
+
+
+def _check_engine(
+    device: str, dtype: str, kv: str, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    """UserError for what no model can run with: said before the server listens, not after."""
+    import torch
+
+    from ...kernels.device import resolve_device
+    from ...runtime.placement import resolve_dtype
+    from ..kv_names import kv_spec_from_name
+
+    for option, value, least in (
+        ("--max-num-seqs", max_num_seqs, 1),
+        ("--max-num-batched-tokens", max_num_batched_tokens, max_num_seqs),
+    ):
+        if value < least:
+            why = " as --max-num-seqs is, for each takes a token a step" if least > 1 else ""
+            raise UserError(f"{option} must be at least {least}{why}, got {value}")
+    resolve_dtype(dtype, resolve_device(device), torch.float32, [])
+    if kv not in ("auto", "model"):
+        kv_spec_from_name(kv)
+
+
+def _check_length(folder: Path, asked: int | None) -> None:
+    """UserError where the model's context is shorter."""
+    from ..checkpoint.load import Checkpoint
+
+    if asked is None:
+        return
+    config = Checkpoint(folder).transformers_config().get_text_config(decoder=True)
+    own = getattr(config, "max_position_embeddings", None)
+    if asked < 2 or (own is not None and asked > own):
+        raise UserError(f"--max-model-len must be from 2 to the model's {own}, got {asked}")
