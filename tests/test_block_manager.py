@@ -211,4 +211,4 @@ def test_blocks_hold_what_a_plain_model_says() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_blocks_hold_what_a_plain_model_says_for_100_000_operations() -> None:
-    assert run_machine(Blocks, 2700, 50) > 100_000
+    assert run_machine(Blocks, 3000, 50) > 100_000
