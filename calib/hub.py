@@ -20,6 +20,7 @@ COLUMNS = ("text", "messages")
 DATASET_ID = re.compile(
     r"(?P<path>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>\w+)(:(?P<column>\w+))?)?"
 )
+DATA_FILES = {".jsonl", ".json", ".csv", ".parquet", ".arrow"}  # that make a folder a data set
 T = TypeVar("T")
 
 
@@ -44,6 +45,16 @@ def hub_reachable(timeout: float = 3.0) -> bool:
         return session.head(constants.ENDPOINT, timeout=timeout).status_code < 500
     except http.TransportError:
         return False
+
+
+def names_dataset(source: str) -> bool:
+    """Whether `source` has the form of a data set's name and is no file and no folder without data:
+    a folder of plain text is none, whose files would be read line by line."""
+    match = DATASET_ID.fullmatch(source)
+    if match is None or source.endswith((".txt", ".jsonl")) or Path(source).is_file():
+        return False
+    folder = Path(match["path"])
+    return not folder.is_dir() or any(f.suffix in DATA_FILES for f in folder.rglob("*"))
 
 
 def dataset_rows(source: str, splits: tuple[str, ...]) -> Rows:

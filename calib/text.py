@@ -69,7 +69,7 @@ def load_text(source: str, split: Split, tokenizer: Any = None) -> Text:
         text = named[source](split)
     elif Path(source).is_file():
         text = _file(Path(source), tokenizer)
-    elif hub.DATASET_ID.fullmatch(source) and not source.endswith((".txt", ".jsonl")):
+    elif hub.names_dataset(source):
         text = _documents(hub.dataset_rows(source, DATASET_SPLITS[split]), tokenizer)
     elif source and Path(source).is_dir():
         raise UserError(f"{source} is a folder, not a text file; name a file in it")

@@ -50,13 +50,15 @@ class CandidateEstimate(NamedTuple):
 class Estimate(NamedTuple):
     """windows: of the evaluation text. seconds_a_window: of the original model. measuring: seconds
     of all windows through all models, the original once for each batch of candidates. starting:
-    seconds in which all processes start and load the model."""
+    seconds in which all processes start and load the model. refused: why the others cannot be
+    made, by key."""
 
     candidates: list[CandidateEstimate]
     windows: int
     seconds_a_window: float | None
     measuring: float | None
-    starting: float | None = None
+    starting: float | None
+    refused: dict[str, str]
 
     @property
     def seconds(self) -> float | None:
@@ -81,18 +83,19 @@ def estimate(
     windowing: Windowing,
     timed: bool = True,
 ) -> Estimate:
-    """The estimate for the model folder. UserError for what cannot be made or measured."""
-    found = [_of(model, c, settings, timed) for c in candidates]
+    """The estimate for the model folder. UserError where none can be made, or none measured."""
+    found, refused = _foreseen(model, candidates, settings, timed)
     tokenizer = load_tokenizer(model)
     text = load_text(settings.text, "evaluation", tokenizer).text
     windows = cut_windows(text_ids(text, tokenizer, windowing), windowing, tokenizer.bos_token_id)
     if not timed:
-        return Estimate(found, len(windows), None, None)
+        return Estimate(found, len(windows), None, None, None, refused)
     one = _seconds_of(model, windows[0], settings)
-    passes = len(candidates) + -(-len(candidates) // settings.together)
-    timings = 1 + sum(c.gguf is None for c in candidates) if settings.speed else 0
-    starting = start_seconds(model) * (len(candidates) + timings)
-    return Estimate(found, len(windows), one, one * len(windows) * passes, starting)
+    made = [c for c in candidates if c.key not in refused]
+    passes = len(made) + -(-len(made) // settings.together)
+    timings = 1 + sum(c.gguf is None for c in made) if settings.speed else 0
+    starting = start_seconds(model) * (len(made) + timings)
+    return Estimate(found, len(windows), one, one * len(windows) * passes, starting, refused)
 
 
 def start_seconds(model: Path) -> float:
@@ -100,6 +103,23 @@ def start_seconds(model: Path) -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", START, str(model)], check=True, capture_output=True)
     return time.perf_counter() - start
+
+
+def _foreseen(
+    model: Path, candidates: Sequence[Candidate], settings: CompareSettings, timed: bool
+) -> tuple[list[CandidateEstimate], dict[str, str]]:
+    """Of those that the model can have, and why it cannot have the others, by key."""
+    found: list[CandidateEstimate] = []
+    refused: dict[str, str] = {}
+    for candidate in candidates:
+        try:
+            found.append(_of(model, candidate, settings, timed))
+        except UserError as e:
+            refused[candidate.key] = str(e)
+    if not found:
+        key, why = next(iter(refused.items()))
+        raise UserError(f"nothing that was named can be made, first {key}: {why}")
+    return found, refused
 
 
 def _of(

@@ -57,8 +57,9 @@ class LlamaCppTeller(LlamaCpp):
         self.vocabulary = vocabulary
         self._path = path
 
-    def told(self, window: Window, top: bool) -> Told:
+    def told(self, window: Window, base: Tensor | None) -> Told:
         ids: list[int] = window.ids.tolist()
+        top = base is not None
         known: list[dict[int, float]] = [{} for _ in ids]
         for position in asked_positions(window, top):
             known[position] = self._next(ids, position, LLAMA_CPP_TOP if top else 1)

@@ -35,9 +35,10 @@ class Teller(Protocol):
 
     vocabulary: int
 
-    def told(self, window: Window, top: bool) -> Told:
-        """Of every position of `window` that counts the next token and, with `top`, the likeliest
-        ones; of other positions nothing. UserError where it fails."""
+    def told(self, window: Window, base: Tensor | None) -> Told:
+        """Of every position of `window` that counts the next token and, beside the base's
+        log-probabilities float32 [ctx, V], the likeliest ones; of other positions nothing has to be
+        known. UserError where it fails."""
         ...
 
 
@@ -46,7 +47,7 @@ def predicted(scorer: Scorer | Teller, window: Window, base: Tensor | None = Non
     count, beside `base`, of which it shares what it does not tell (None: equal shares)."""
     if not isinstance(scorer, Teller):
         return log_probabilities(scorer, window)
-    told = scorer.told(window, base is not None)
+    told = scorer.told(window, base)
     if base is None:
         base = torch.full((len(window.ids), scorer.vocabulary), -math.log(scorer.vocabulary))
     return filled(told, base)

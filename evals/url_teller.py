@@ -3,8 +3,8 @@
 `/v1/completions` with `echo` and `logprobs` answers a prompt with each of its tokens' own
 log-probability and those of the likeliest in its place. The prompt goes out as token ids; the
 likeliest come back by their text, or as "token_id:N" where a server is told to (vLLM's
---return-tokens-as-token-ids). A text that several tokens have belongs to none of them: it counts
-to the rest.
+--return-tokens-as-token-ids). Of several tokens with one text (with a space before it and without,
+halves of a character) it is read as the one that the base holds likeliest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from typing import Any
+
+from torch import Tensor
 
 from ..kernels.errors import UserError
 from .told import Told, told_of
@@ -46,18 +48,19 @@ class UrlTeller:
         self.url, self.vocabulary = url.rstrip("/"), len(tokenizer)
         self.model = model or self._served()
 
-    def told(self, window: Window, top: bool) -> Told:
+    def told(self, window: Window, base: Tensor | None) -> Told:
         ids: list[int] = window.ids.tolist()
-        found = self._logprobs(ids, top)
+        found = self._logprobs(ids, base is not None)
         own, likeliest = found.get("token_logprobs"), found.get("top_logprobs")
         if not isinstance(own, list) or len(own) < len(ids):
             raise UserError(f"{self.url}: {NEEDED}")
         known: list[dict[int, float]] = []
-        for position in range(len(ids)):
-            others = likeliest[position + 1 :][:1] if top and likeliest else []
-            known.append(self._by_id(others[0] or {}) if others else {})
-            if position + 1 < len(ids):
-                known[-1][ids[position + 1]] = float(own[position + 1])
+        for position, follows in enumerate([*ids[1:], None]):
+            told = {} if follows is None else {follows: float(own[position + 1])}
+            others = likeliest[position + 1 :][:1] if base is not None and likeliest else []
+            if base is not None and others:
+                told |= self._by_id(others[0] or {}, told, base[position])
+            known.append(told)
         return told_of(known)
 
     def _logprobs(self, ids: list[int], top: bool) -> dict[str, Any]:
@@ -78,26 +81,31 @@ class UrlTeller:
             except (ValueError, LookupError, TypeError) as e:
                 raise UserError(f"{self.url}: {NEEDED}") from e
 
-    def _by_id(self, by_text: dict[str, float]) -> dict[int, float]:
+    def _by_id(
+        self, by_text: dict[str, float], follows: dict[int, float], base: Tensor
+    ) -> dict[int, float]:
+        """The likeliest tokens. follows: the text's next one, whose text may be among them; base:
+        log-probabilities [V]."""
         found: dict[int, float] = {}
+        own = {(self._tokenizer.decode([token]), value) for token, value in follows.items()}
         for text, value in by_text.items():
             number = text.removeprefix(BY_ID)
-            own = int(number) if number != text and number.isdecimal() else self._texts.get(text)
-            if own is not None:
-                found[own] = value
+            if number != text and number.isdecimal():
+                found[int(number)] = value
+            elif (text, value) not in own and text in self._texts:
+                tokens = [t for t in self._texts[text] if t < len(base)]
+                token = max(tokens, key=lambda t: base[t].item(), default=None)
+                if token is not None and token not in follows:
+                    found[token] = value
         return found
 
     @cached_property
-    def _texts(self) -> dict[str, int]:
-        """The token of each text that one token alone has."""
-        found: dict[str, int] = {}
-        several: set[str] = set()
+    def _texts(self) -> dict[str, list[int]]:
+        """The tokens of each text."""
+        found: dict[str, list[int]] = {}
         for token in range(self.vocabulary):
-            text = self._tokenizer.decode([token])
-            if text in found:
-                several.add(text)
-            found[text] = token
-        return {text: token for text, token in found.items() if text not in several}
+            found.setdefault(self._tokenizer.decode([token]), []).append(token)
+        return found
 
     def _served(self) -> str:
         """The name of the first model that the server has."""

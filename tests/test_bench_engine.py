@@ -69,6 +69,7 @@ def test_two_ways_are_compared_and_explained(folder: Path, story: Path, tmp_path
     assert [p["phase"] for p in found["roofline"]["phases"]] == ["prefill", "decode"]
     assert all(split["weights"] > 0 and split["kv"] > 0 for split in found["memory"].values())
     assert "| continuous over static | clients: 2 |" in shown.stdout
+    assert f"wrote {file}: quantize report makes a page of it" in shown.stderr
 
 
 class Garbled(EngineTarget):
@@ -110,8 +111,12 @@ def test_every_comparison_is_of_options_that_exist(folder: Path) -> None:
 
 
 def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+    long = ["--prompt", "999999", "--output", "8"]
     for options, message in (
         (["--concurrency", "x"], "numbers with commas"),
+        (["--concurrency", "1", *long], r"need 1000007 positions, and .*: lower --prompt or"),
+        (["--sweep", "1x999999"], r"needs 1000031 positions \(32 are decoded\), and .* would do"),
+        (["--concurrency", "x", "--compare", "kw"], "--compare is one of batching.*got 'kw'"),
         ([], "nothing to run"),
         (["--rate", "1", "--report", tmp_path / "r.txt"], "takes FILE.json"),
         (["--rate", "1", "--url", "http://x/v1", "--compare", "kv"], "leave --url out"),

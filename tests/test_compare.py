@@ -161,6 +161,20 @@ def test_a_process_takes_time_to_start(shallow: Path) -> None:
     assert start_seconds(shallow) > 0.1
 
 
+def test_what_the_model_cannot_have_is_left_out_and_named(
+    shallow: Path, story: Path, made: list[str], tmp_path: Path
+) -> None:
+    asked = ["--methods", "rtn", "--group-size", "48", "--schemes", "W4A16"]
+    shown = run(shallow, story, tmp_path, *asked, "--gguf", "Q8_0", code=2)
+    said = "W4A16/rtn is left out: group size 48 does not divide the 64 input columns"
+    assert said in " ".join(shown.stderr.split()) and made == ["Q8_0__round.gguf"]
+    results = read_results(tmp_path / "results.json")
+    assert [row["name"] for row in results["rows"]] == ["base", "Q8_0/round"]
+    assert list(results["errors"]) == ["W4A16/rtn"]
+    with pytest.raises(UserError, match="nothing that was named can be made, first W4A16/rtn: "):
+        run(shallow, story, tmp_path / "other", *asked)
+
+
 def sample_rows() -> list[dict[str, Any]]:
     return json.loads(sample_report(models=3).to_json())["rows"]
 

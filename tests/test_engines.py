@@ -130,7 +130,8 @@ def test_llama_cpp_gives_what_its_rounding_does_here(
     folder = folder_of(file, lambda line: None, tmp_path)
     engine = engine_of("llama.cpp")
     here, there = rows(folder, stories, text, engine, inputs="llama.cpp")
-    assert there.perplexity.perplexity == pytest.approx(here.perplexity.perplexity, rel=1e-3)
+    near = 1e-3 if file_type == "F16" else 5e-3  # its cache is in float16, which moves codes
+    assert there.perplexity.perplexity == pytest.approx(here.perplexity.perplexity, rel=near)
     assert there.divergence is not None and here.divergence is not None
     assert there.divergence.kld_mean == pytest.approx(here.divergence.kld_mean, rel=0.15, abs=2e-5)
     assert there.divergence.top1 == pytest.approx(here.divergence.top1, abs=0.011)
@@ -187,7 +188,8 @@ def test_a_server_is_measured_by_its_logprobs(
     )
     bound = told.divergence.kld_mean / exact.divergence.kld_mean
     assert 0.3 < bound <= 1.0001, "20 tokens hold much of it, and never more than all"
-    assert told.divergence.top1 == pytest.approx(exact.divergence.top1, abs=0.03)
+    same = told.divergence.top1 - exact.divergence.top1
+    assert 0 <= same < 0.08, "of 512 tokens many read alike, and then count as the same"
     assert (told.size, told.linears) == (None, None) and told.path == f"{server.url}/v1/"
 
 
@@ -261,15 +263,28 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_fewer_tokens_are_taken_where_more_are_refused(fake: str, stories: Path) -> None:
     teller = UrlTeller(fake, None, "secret", load_tokenizer(stories))
     assert teller.model == "it"
-    told = teller.told(Window(torch.tensor([5, 6, 7, 8]), 0), True)
+    base = torch.full((4, teller.vocabulary), -math.log(teller.vocabulary))
+    told = teller.told(Window(torch.tensor([5, 6, 7, 8]), 0), base)
     assert [body["logprobs"] for body in Answers.asked] == [20, 5]
     assert Answers.asked[1]["prompt"] == [5, 6, 7, 8] and Answers.asked[1]["echo"] is True
-    assert told.ids.tolist() == [[3, 6], [3, 7], [3, 8], [3, -1]]
-    assert told.log_probs[0].tolist() == [-0.5, -1.5]
-    base = torch.full((4, teller.vocabulary), -math.log(teller.vocabulary))
+    assert told.ids.tolist() == [[6, 3], [7, 3], [8, 3], [3, -1]]
+    assert told.log_probs[0].tolist() == [-1.5, -0.5]
     window = Window(torch.tensor([5, 6, 7, 8]), 0)
     assert predicted(teller, window, base)[1, 7].item() == -1.5
     assert predicted(teller, window)[1, 7].item() == -1.5 and Answers.asked[-1]["logprobs"] == 1
+
+
+def test_a_text_of_several_tokens_is_the_one_that_the_base_holds_likeliest(
+    fake: str, stories: Path
+) -> None:
+    teller = UrlTeller(fake, "it", None, load_tokenizer(stories))
+    text, tokens = next((t, ids) for t, ids in teller._texts.items() if len(ids) == 2 and t.strip())
+    base = torch.full((teller.vocabulary,), -9.0)
+    for likely, other in (tokens, tokens[::-1]):
+        base[likely], base[other] = -1.0, -5.0
+        assert teller._by_id({text: -0.5}, {}, base) == {likely: -0.5}
+        assert teller._by_id({text: -0.5}, {other: -0.5}, base) == {}, "the text's own, told twice"
+        assert teller._by_id({text: -0.5}, {other: -2.0}, base) == {likely: -0.5}
 
 
 def test_a_server_without_logprobs_is_refused_with_what_is_left(

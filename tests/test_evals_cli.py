@@ -75,6 +75,11 @@ def test_the_command_measures_what_the_library_does(data: Path, story: str, tmp_
     assert written["rows"][0]["perplexity"] == want.perplexity._asdict()
     assert f"{want.perplexity.perplexity:.3f} ±" in result.stdout
     assert f"sha256 {text.sha256}" in result.stdout
+    assert f"wrote {file}: quantize report makes a page of it" in result.stderr
+    words = " ".join(written["definitions"])
+    assert "perplexity:" in words and "bits per weight:" in words
+    for absent in ("KLD", "noise floor", "top-1", "decode:", "RMS"):
+        assert absent not in words and f"- {absent}" not in result.stdout, "not measured"
 
 
 def test_defaults_follow_the_model_and_the_text(data: Path, tmp_path: Path) -> None:
@@ -131,6 +136,7 @@ def test_speed_is_timed_on_request(data: Path, story: str) -> None:
         (["--dtype", "int4"], "dtype must be auto or one of"),
         (["--device", "abacus"], "device 'abacus'"),
         (["--report", "report.pdf"], "FILE.md or FILE.json"),
+        (["--report", "absent/report.md"], "no such folder for the report"),
         (["--text", "absent.txt"], "no text file 'absent.txt'"),
         (["--base", "absent-folder"], "no such model folder: absent-folder"),
     ],

@@ -197,6 +197,19 @@ def test_a_data_set_is_read_only_so_far(
     assert "first 2 rows" in text.description
 
 
+def test_a_folder_of_plain_text_is_no_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my" / "texts"
+    folder.mkdir(parents=True)
+    (folder / "story.txt").write_text("one\ntwo\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("my/texts", "my/texts/", str(folder)):
+        with pytest.raises(UserError, match="texts/? is a folder, not a text file; name a file"):
+            load_text(name, "calibration")
+    assert load_text("my/texts/story.txt", "calibration").text == "one\ntwo\n"
+
+
 def test_a_data_set_without_a_usual_split_asks_for_one(dataset_folder: str) -> None:
     Path(dataset_folder, "test.jsonl").unlink()
     with pytest.raises(UserError, match="no split test or .*; it has train: name one as"):

@@ -69,6 +69,24 @@ def check_plan(plan: BenchPlan, explain: bool) -> None:
         raise UserError("--explain explains the phases of a --sweep: give one, as 1,8x512")
 
 
+def check_room(plan: BenchPlan, positions: int | None, model: str) -> None:
+    """UserError where a prompt with its answer is longer than the model takes. positions: how many,
+    None for any number; model: in words."""
+    if positions is None:
+        return
+    if plan.sweep is not None and (context := max(plan.sweep[1])) + DECODED > positions:
+        raise UserError(
+            f"--sweep with contexts of {context} needs {context + DECODED} positions ({DECODED} "
+            f"are decoded), and {model} has {positions}: {positions - DECODED} would do"
+        )
+    if plan.arrivals and plan.lengths is None and plan.longest > positions:
+        raise UserError(
+            f"prompts of {plan.prompt.high} and answers of {plan.output.high} tokens need "
+            f"{plan.prompt.high + plan.output.high} positions, and {model} has {positions}: lower "
+            "--prompt or --output"
+        )
+
+
 def make_loads(
     plan: BenchPlan, tokens: Sequence[int], encode: Encode, longest: int, source: str
 ) -> list[Loads]:

@@ -17,12 +17,13 @@ from ...kernels.errors import UserError
 from ...runtime import LLM, AsyncEngine
 from ..report import environment, plain
 from ..results import header
+from ..scorer import context_limit
 from ..size import size_report
 from .checks import checked
 from .comparisons import Variant
 from .drive import drive
 from .memory import MemorySplit, MemoryWatch
-from .plan import BenchPlan, make_loads, sweep_loads
+from .plan import BenchPlan, check_room, make_loads, sweep_loads
 from .roofline import Ceilings, Phase, decode_phase, measure_ceilings, prefill_phase, work_of
 from .served import Cell, Checker, Loads, Ratio, Served, Sides, measure_cells, measure_load
 from .targets import EngineTarget, UrlTarget
@@ -97,6 +98,7 @@ def bench_engines(
     say: Say,
 ) -> dict[str, Any]:
     """The results file of our engine, once for each variant; all are in memory together."""
+    check_room(plan, context_limit(folder), str(folder))
     prompts = prompts_of(folder, text)
     engines: dict[str, LLM] = {}
     for variant in variants:

@@ -125,12 +125,15 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     study = Comparison(folder, out, settings, say)
     foreseen = _estimate(folder, candidates, settings, study, not no_timing)
+    for key, why in foreseen.refused.items():
+        say(f"{key} is left out: {why}")
+    candidates = [c for c in candidates if c.key not in foreseen.refused]
     if estimate_only:
         print_json(foreseen.to_dict()) if as_json else _show_estimate(foreseen)
         return
     _show_estimate(foreseen)
     study.run(candidates, {})
-    _finish(study, candidates, wanted, out, as_json)
+    _finish(study, candidates, foreseen.refused, wanted, out, as_json)
 
 
 def _listed(names: str) -> list[str]:
@@ -192,7 +195,12 @@ def _show_estimate(foreseen: Estimate) -> None:
 
 
 def _finish(
-    study: Comparison, candidates: list[Candidate], wanted: Wanted, out: Path, as_json: bool
+    study: Comparison,
+    candidates: list[Candidate],
+    refused: dict[str, str],
+    wanted: Wanted,
+    out: Path,
+    as_json: bool,
 ) -> None:
     """Write the results and the pages, say what failed and what to take."""
     from ...evals.recommend import recommendation
@@ -204,6 +212,7 @@ def _finish(
     errors = study.errors(candidates)
     for key, why in errors.items():
         say(f"{key} failed: {why}")
+    errors |= refused
     results = study.results_file(candidates)
     if wanted.anything:
         results["recommendation"] = recommendation(results["rows"], wanted)

@@ -98,7 +98,7 @@ def _linear_table(title: str, *headings: str) -> Table:
     table.add_column("", justify="right")
     table.add_column("linear", no_wrap=True)
     for heading in headings:
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     return table
 
 

@@ -111,8 +111,7 @@ def _streamed(folder: Path, recipe: Recipe, device: torch.device) -> tuple[Outli
 def _text_note(model: LayeredModel, recipe: Recipe) -> str:
     """What is known of the calibration text; UserError where one that is at hand will not do."""
     source = recipe.calibration.source
-    named = hub.DATASET_ID.fullmatch(source) and not source.endswith((".txt", ".jsonl"))
-    if source in FETCHED or (named and not Path(source).is_file()):
+    if source in FETCHED or hub.names_dataset(source):
         load_tokenizer(model.folder)
         return f"calibration text '{source}' is fetched by the run; it was not looked at"
     _, text = calibration_rows(model, recipe)
