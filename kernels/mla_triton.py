@@ -24,6 +24,8 @@ def _decline(problem: LatentProblem) -> str | None:
     whole = fmt.axis == "static" or fmt.group == problem.cache.head_dim
     if fmt.num_bits != 8 or not fmt.symmetric or fmt.rotate or not whole or fmt.axis == "tokens":
         return "takes 8-bit entries with one scale each, without offsets or rotation"
+    if problem.rank % 4 or problem.cache.head_dim % 4:
+        return f"takes 8-bit latents of a multiple of 4, not {problem.rank}"
     return None
 
 

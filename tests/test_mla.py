@@ -12,6 +12,7 @@ from lowbit.kernels.triton_ops import mla_decode as triton_mla
 from lowbit.kernels.triton_ops.launch import Warps
 
 from .attention_cases import Sequences, batch_of
+from .far_apart import far_apart
 
 pytestmark = pytest.mark.usefixtures("nan_outputs")
 RANK, ROTATED = 32, 16
@@ -78,6 +79,16 @@ def test_a_row_is_the_same_bits_in_any_batch(kernel_device):
         assert torch.equal(one.out[0], together.out[token])
 
 
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_blocks_beyond_two_to_the_31_elements(form, kernel_device):
+    """int8 entries are read as words of four: blocks lie 2^31 words apart from first to last."""
+    s = latents([70], [1], 3, form, device=kernel_device)
+    expected = triton_mla.mla_decode(s.q, s.keys, RANK, s.batch, 0.2)
+    far = far_apart(s.keys.codes, (1 << 29) * (4 if form == "int8" else 1))
+    got = triton_mla.mla_decode(s.q, s.keys._replace(codes=far), RANK, s.batch, 0.2)
+    assert torch.equal(got.out, expected.out)
+
+
 def test_what_does_not_fit_is_named(kernel_device):
     s = latents([20], [1], device=kernel_device)
     with pytest.raises(ValueError, match="rank is 48, entries are of 48"):
@@ -98,6 +109,10 @@ def test_who_runs():
     four = problem.cache._replace(fmt=KVFormat("int", 4, True, "channels", 48))
     for changes, reason in (
         ({"cache": four}, "8-bit entries with one scale each"),
+        (
+            {"cache": problem.cache._replace(fmt=FORMS["int8"]), "rank": 30},
+            "a multiple of 4, not 30",
+        ),
         ({"rank": 1024}, "latents of at most 512, not 1024"),
         ({"dtype": torch.float32}, "16-bit floats, not torch.float32"),
     ):

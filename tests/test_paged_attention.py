@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from lowbit.kernels.triton_ops.launch import Warps
 from lowbit.kernels.triton_ops.paged_attention import AttentionTiles, paged_attention
 
 from .attention_cases import Sequences, batch_of, options, stored_forms
+from .far_apart import far_apart
 
 pytestmark = pytest.mark.usefixtures("nan_outputs")
 FLAGS = ["plain", "window", "softcap", "sinks", "alibi", "window-softcap-sinks-alibi"]
@@ -190,22 +190,31 @@ def test_queries_and_pools_with_strides(kernel_device):
     assert torch.equal(got.out, expected.out)
 
 
-def test_blocks_beyond_two_to_the_31_elements(kernel_device):
-    """A block's offset does not fit 32 bits: block 2 begins 2^31 bytes on."""
-    form = stored_forms(16)["int8"]
-    s = Sequences([20], [1], heads=1, kv_heads=1, head_dim=16, forms=(form, form),
+@pytest.mark.parametrize("form", ["dense", "int8"])
+def test_blocks_beyond_two_to_the_31_elements(form, kernel_device):
+    """Codes are read as words of four: their blocks lie 2^31 words apart from first to last."""
+    fmt = stored_forms(16)[form]
+    s = Sequences([70], [1], heads=1, kv_heads=1, head_dim=16, forms=(fmt, fmt),
                   device=kernel_device)  # fmt: skip
     o = options(1, 16)
     expected = paged_attention(s.q, s.keys, s.values, s.batch, o)
-    far = 2**30 + 16
-    untouched = numpy.empty(far * (len(s.keys.codes) - 1) + 256, dtype=numpy.uint8)
-    pool = torch.from_numpy(untouched)  # memory that is not touched takes none
-    if kernel_device.type != "cpu":
-        pool = torch.empty_like(pool, device=kernel_device)
-    codes = pool.as_strided(s.keys.codes.shape, (far, 256, 16, 1))
-    codes.copy_(s.keys.codes)
-    got = paged_attention(s.q, s.keys._replace(codes=codes), s.values, s.batch, o)
+    far = far_apart(s.keys.codes, (1 << 29) * (4 if fmt else 1))
+    got = paged_attention(s.q, s.keys._replace(codes=far), s.values, s.batch, o)
     assert torch.equal(got.out, expected.out)
+
+
+def test_bfloat16_queries_of_any_size_beside_codes(kernel_device):
+    """They are multiplied as float16, whose range is smaller: rows are scaled into it first."""
+    fmt = stored_forms(32)["int8"]
+    s = Sequences([40], [1], heads=2, kv_heads=1, dtype=torch.bfloat16, forms=(fmt, fmt),
+                  device=kernel_device)  # fmt: skip
+    for size in (1e-30, 1.0, 2.0**90):
+        o = options(2, 32)._replace(scale=32**-0.5 / size)
+        q = s.q * size
+        got = paged_attention(q, s.keys, s.values, s.batch, o, "split")
+        expected = paged_attention_reference(q.double(), s.keys, s.values, s.batch, o)
+        error = (got.out - expected.out).norm() / expected.out.norm()
+        assert error < 2 * TOLERANCE[torch.bfloat16], f"{size}: {error}"
 
 
 def test_what_does_not_fit_is_named_before_launch(kernel_device):
@@ -221,6 +230,8 @@ def test_what_does_not_fit_is_named_before_launch(kernel_device):
     refused("q has heads of 8, keys of 16", q=s.q[..., :8])
     refused("3 query heads do not share 2 kv heads", q=s.q[:, :3])
     refused("keys is int8, not uint8", keys=s.keys._replace(codes=s.keys.codes.view(torch.int8)))
+    odd = s.keys.codes.new_empty(5, 2, 16, 18)[..., :16]
+    refused("codes of keys must lie at multiples of 4 bytes", keys=s.keys._replace(codes=odd))
     refused("keys have no scale", keys=s.keys._replace(scale=None))
     refused("scale of values has shape", values=s.values._replace(scale=s.values.scale[:, :1]))
     fewer = s.values._replace(codes=s.values.codes[:2], scale=s.values.scale[:2])

@@ -15,7 +15,6 @@ from __future__ import annotations
 from .. import kv_quant
 from .shim import constexpr_function, jit, tl, triton
 
-FP8_FACTOR = triton and tl.constexpr(256.0)
 SMALLEST_SCALE = triton and tl.constexpr(kv_quant.SMALLEST_SCALE)
 LARGEST = triton and tl.constexpr(kv_quant.LARGEST)
 ROUNDER = triton and tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to whole numbers
@@ -36,42 +35,79 @@ def unsigned_to_float(u, HALF: tl.constexpr, dtype: tl.constexpr):
 
 
 @constexpr_function
-def _nibble_assembly(high, bf16):
-    """PTX: the low or `high` nibbles of four bytes $2, less 8, in $0 and $1, two in each.
+def _pairs_assembly(kind, bf16):
+    """PTX: four bytes $4 as 16-bit floats $0 to $3. kind: "byte" (less 128), "low" or "high" (of
+    each byte, a nibble less 8), "e4m3" (divided by FP8_FACTOR), "e4m3 native".
 
-    prmt spreads two bytes over the halves of a register, lop3 takes a nibble of each and ors the
-    magic exponent in (1024 in float16, 128 in bfloat16).
+    prmt spreads two bytes over the halves of a register; there lop3 takes nibbles and ors the
+    magic exponent in (1024 in float16, 128 in bfloat16), which a byte gets from prmt itself. E4M3
+    comes with its sign repeated above it: a shift puts the exponent in place, one sign is kept.
     """
-    shift = "shr.u32 x, $2, 4;" if high else "mov.b32 x, $2;"
-    magic = "0x43004300" if bf16 else "0x64006400"
-    spread = "".join(
-        f"prmt.b32 t{i}, x, z, {selector}; lop3.b32 t{i}, t{i}, 0x000f000f, {magic}, 0xea;"
-        for i, selector in enumerate(("0x4140", "0x4342"))
-    )
-    if bf16:  # sm_80 has no sub.bf16x2: t * 1 - 136
-        less = "".join(f"fma.rn.bf16x2 ${i}, t{i}, o, m;" for i in (0, 1))
-        less = f"mov.b32 o, 0x3f803f80; mov.b32 m, 0xc308c308; {less}"
+    if kind == "e4m3 native":
+        return (
+            "{ .reg .b32 t0, t1; .reg .b16 l, h; mov.b32 {l, h}, $4;"
+            " cvt.rn.f16x2.e4m3x2 t0, l; cvt.rn.f16x2.e4m3x2 t1, h;"
+            " mov.b32 {$0, $1}, t0; mov.b32 {$2, $3}, t1; }"
+        )
+    selectors = {"byte": ("0x4140", "0x4342"), "e4m3": ("0x9180", "0xb3a2")}
+    first, second = selectors.get(kind, ("0x4140", "0x4342"))
+    before = {"byte": "mov.b32 z, 0x64;", "high": "shr.u32 x, x, 4; mov.b32 z, 0;"}
+    spread = f"mov.b32 x, $4; {before.get(kind, 'mov.b32 z, 0;')}"
+    if kind == "byte":
+        take, less = "", "mov.b32 m, 0x64806480; sub.rn.f16x2 t, t, m;"
+    elif kind == "e4m3":
+        take, less = "shl.b32 t, t, 7; and.b32 t, t, 0xbf80bf80;", ""
+    elif bf16:  # sm_80 has no sub.bf16x2: t * 1 - 136
+        take = "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;"
+        less = "mov.b32 o, 0x3f803f80; mov.b32 m, 0xc308c308; fma.rn.bf16x2 t, t, o, m;"
     else:
-        less = "".join(f"sub.rn.f16x2 ${i}, t{i}, m;" for i in (0, 1))
-        less = f"mov.b32 m, 0x64086408; {less}"
-    return f"{{ .reg .b32 x, z, t0, t1, m, o; {shift} mov.b32 z, 0; {spread} {less} }}"
+        take = "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea;"
+        less = "mov.b32 m, 0x64086408; sub.rn.f16x2 t, t, m;"
+    pairs = "".join(
+        f" prmt.b32 t, x, z, {selector}; {take} {less} mov.b32 {{${2 * i}, ${2 * i + 1}}}, t;"
+        for i, selector in enumerate((first, second))
+    )
+    return f"{{ .reg .b32 x, z, t, m, o; {spread}{pairs} }}"
 
 
 @jit
-def nibble_to_float(x, HIGH: tl.constexpr, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Signed codes of the low or high halves of bytes x, in `dtype`."""
-    if ASSEMBLY and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _nibble_assembly(HIGH, True), "=r,=r,r", [x], tl.bfloat16, is_pure=True, pack=4
-        )
-    elif ASSEMBLY and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            _nibble_assembly(HIGH, False), "=r,=r,r", [x], tl.float16, is_pure=True, pack=4
-        )
-    elif HIGH:
-        return unsigned_to_float(x >> 4, 8, dtype)
+def _by_assembly(words, KIND: tl.constexpr, dtype: tl.constexpr):
+    a, b, c, d = tl.inline_asm_elementwise(
+        _pairs_assembly(KIND, dtype == tl.bfloat16), "=h,=h,=h,=h,r", [words],
+        dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return (
+        a.to(dtype, bitcast=True), b.to(dtype, bitcast=True), c.to(dtype, bitcast=True),
+        d.to(dtype, bitcast=True),
+    )  # fmt: skip
+
+
+@jit
+def _byte_to_float(u, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Bytes u, uint32, as `_pairs_assembly` takes them."""
+    if KIND == "byte":
+        return unsigned_to_float(u, 128, dtype)
+    elif KIND == "low":
+        return unsigned_to_float(u & 15, 8, dtype)
+    elif KIND == "high":
+        return unsigned_to_float(u >> 4, 8, dtype)
     else:
-        return unsigned_to_float(x & 15, 8, dtype)
+        return e4m3_to_float(u, dtype)
+
+
+@jit
+def words_to_floats(words, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """int32 words [keys, n] of four bytes each as floats [keys, 4 n] in `dtype`; KIND: what is in a
+    byte, see `_pairs_assembly`. ASM: the CUDA architecture, 0 elsewhere."""
+    if KIND == "e4m3" and ASM > 0 and dtype == tl.float16:
+        a, b, c, d = _by_assembly(words, "e4m3 native" if ASM >= 89 else "e4m3", dtype)
+    elif ASM > 0 and (dtype == tl.float16 or (dtype == tl.bfloat16 and KIND in ("low", "high"))):
+        a, b, c, d = _by_assembly(words, KIND, dtype)
+    else:
+        u = words.to(tl.uint32, bitcast=True)
+        a, b = _byte_to_float(u & 255, KIND, dtype), _byte_to_float((u >> 8) & 255, KIND, dtype)
+        c, d = _byte_to_float((u >> 16) & 255, KIND, dtype), _byte_to_float(u >> 24, KIND, dtype)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
 
 
 @jit
@@ -82,25 +118,10 @@ def e4m3_to_float(u, dtype: tl.constexpr):
     return bits.to(tl.float16, bitcast=True).to(dtype)
 
 
-BYTE_ASSEMBLY = triton and tl.constexpr(
-    "{ .reg .b32 e, m; mov.b32 e, 0x64; mov.b32 m, 0x64806480;"
-    " prmt.b32 $0, $2, e, 0x4140; prmt.b32 $1, $2, e, 0x4342;"
-    " sub.rn.f16x2 $0, $0, m; sub.rn.f16x2 $1, $1, m; }"
-)
-"""PTX: four bytes $2, less 128, in float16: a byte below 0x64 is 1024 + byte."""
-
-
-@jit
-def byte_to_float(u, IS_FP8: tl.constexpr, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """8-bit codes as numbers, those of E4M3 divided by FP8_FACTOR."""
-    if IS_FP8:
-        return e4m3_to_float(u, dtype)
-    elif ASSEMBLY and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            BYTE_ASSEMBLY, "=&r,=&r,r", [u], tl.float16, is_pure=True, pack=4
-        )
-    else:
-        return unsigned_to_float(u, 128, dtype)
+@constexpr_function
+def fp8_factor(asm, dtype):
+    """What E4M3 numbers out of `words_to_floats` must be multiplied by."""
+    return 1.0 if asm >= 89 and dtype == tl.float16 else 256.0
 
 
 @jit

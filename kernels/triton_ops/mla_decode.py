@@ -16,12 +16,12 @@ from torch import Tensor
 from ..attention_ops import AttentionOutput, PagedBatch
 from ..paged_kv import BlockPool
 from .attention_combine import combine
-from .attention_device import LOG2E, load_codes, load_rows
+from .attention_device import LOG2E, fit_rows, load_rows, load_tile, unpack_tile
 from .checks import check_tensor
 from .device_math import dot
-from .kv_codes import FP8_FACTOR, SMALLEST_SCALE
+from .kv_codes import SMALLEST_SCALE, fp8_factor
 from .launch import Warps, launch, launch_arch, launch_backend
-from .paged_attention import check_batch, check_pool, scales_of
+from .paged_attention import check_batch, check_pool, scales_of, words_of
 from .shim import jit, tl
 from .tiles import padded
 
@@ -44,9 +44,11 @@ def default_tiles(heads: int, packed: bool, device: torch.device) -> LatentTiles
     entries are 8-bit codes."""
     on_hip = launch_backend() == "hip"
     if heads <= 16 or on_hip:
-        return LatentTiles(16, 32, 512, Warps(8 if packed and not on_hip else 4, 2))
+        return LatentTiles(
+            16, 32, 512, Warps(8 if packed and not on_hip else 4, 1 if packed else 2)
+        )
     if packed:
-        return LatentTiles(32, 16, 512, Warps(8, 2))
+        return LatentTiles(32, 16, 512, Warps(8, 1))
     has_wide_products = launch_arch(device) in (90, 100)
     return LatentTiles(64 if has_wide_products else 32, 32, 512, Warps(8, 2))
 
@@ -61,7 +63,13 @@ def mla_kernel(
     BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x tiles of rows, splits. SCALES: "none", "static" or "token"."""
-    dtype = q_ptr.dtype.element_ty
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    HOLD: tl.constexpr = BITS < 16  # as the attention kernel does
+    DTYPE: tl.constexpr = tl.float16 if HOLD else dtype
+    ROW: tl.constexpr = RANK // 4 if HOLD else RANK  # words of codes, or floats
+    ROTATED_ROW: tl.constexpr = ROTATED // 4 if HOLD else ROTATED
+    ROW_PAD: tl.constexpr = RANK_PAD // 4 if HOLD else RANK_PAD
+    ROTATED_ROW_PAD: tl.constexpr = ROTATED_PAD // 4 if HOLD else ROTATED_PAD
     seq, split = tl.program_id(0) // row_tiles, tl.program_id(1)
     first = tl.load(cu_ptr + seq)
     tokens = tl.load(cu_ptr + seq + 1) - first
@@ -74,35 +82,63 @@ def mla_kernel(
     q_at = q_row * q_token + head * q_head
     q_latent = load_rows(q_ptr, q_at, valid, 1, RANK, RANK_PAD)[0]
     q_rotated = load_rows(q_ptr, q_at + RANK, valid, 1, ROTATED, ROTATED_PAD)[0]
-    factor = FP8_FACTOR if IS_FP8 else 1.0
+    q_latent, q_rotated, q_unit = fit_rows(q_latent, q_rotated, 2, DTYPE)
+    factor = fp8_factor(ASM, DTYPE) if IS_FP8 else 1.0
     if SCALES == "static":
         factor *= tl.load(static_ptr)
+    q_unit *= scale * factor * LOG2E
 
     start = split * SPLIT
     end = tl.minimum(context, start + SPLIT)
+    table_ptr += seq.to(tl.int64) * table_seq
+    latent_pool = (code_ptr, scale_ptr, scale_ptr, 0, block_stride, slot_stride, scale_block,
+                   scale_slot)  # fmt: skip
+    rotated_pool = (code_ptr + ROW, scale_ptr, scale_ptr, 0, block_stride, slot_stride, 0, 0)
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, RANK_PAD), tl.float32)
+    if HOLD:
+        key = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
+        latent_next, entry_next, no_offset = load_tile(
+            latent_pool, block, key, key < end, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
+        )
+        rotated_next, no_scale, no_offset = load_tile(
+            rotated_pool, block, key, key < end, BLOCK_SIZE, "none", False, ROTATED_ROW,
+            ROTATED_ROW_PAD,
+        )  # fmt: skip
+        key += BLOCK_N
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
     for begin in range(start, end, BLOCK_N):
         key = begin + tl.arange(0, BLOCK_N)
-        inside = key < end
-        block = tl.load(table_ptr + seq.to(tl.int64) * table_seq + key // BLOCK_SIZE, mask=inside,
-                        other=0).to(tl.int64)  # fmt: skip
-        slot = key % BLOCK_SIZE
-        at = block * block_stride + slot * slot_stride
-        latent = load_codes(code_ptr, scale_ptr, scale_ptr, at, at, inside, dtype, BITS, IS_FP8,
-                            SCALES, 1, False, RANK, RANK_PAD, ASM)[0]  # fmt: skip
-        rotated = load_codes(code_ptr, scale_ptr, scale_ptr, at + RANK, at, inside, dtype, BITS,
-                             IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD, ASM)[0]  # fmt: skip
+        if HOLD:
+            latent, entry, rotated = latent_next, entry_next, rotated_next
+            ahead = key + BLOCK_N
+        else:
+            ahead = key
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
+        latent_next, entry_next, no_offset = load_tile(
+            latent_pool, block, ahead, ahead < end, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
+        )
+        rotated_next, no_scale, no_offset = load_tile(
+            rotated_pool, block, ahead, ahead < end, BLOCK_SIZE, "none", False, ROTATED_ROW,
+            ROTATED_ROW_PAD,
+        )  # fmt: skip
+        if HOLD:
+            ahead += BLOCK_N
+            block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        else:
+            latent, entry, rotated = latent_next, entry_next, rotated_next
+        latent = unpack_tile(latent, latent_pool, key, key, key < end, DTYPE, BLOCK_SIZE, BITS,
+                             IS_FP8, SCALES, 1, False, RANK, RANK_PAD, ASM)[0]  # fmt: skip
+        rotated = unpack_tile(rotated, rotated_pool, key, key, key < end, DTYPE, BLOCK_SIZE, BITS,
+                              IS_FP8, SCALES, 1, False, ROTATED, ROTATED_PAD, ASM)[0]  # fmt: skip
         s = dot(q_latent, tl.trans(latent), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        s = dot(q_rotated, tl.trans(rotated), s) * (scale * factor * LOG2E)
+        s = dot(q_rotated, tl.trans(rotated), s) * q_unit[:, None]
         if SCALES == "token":
-            entry = tl.load(scale_ptr + block * scale_block + slot * scale_slot, mask=inside,
-                            other=1.0).to(tl.float32)  # fmt: skip
-            entry = tl.maximum(entry, SMALLEST_SCALE)
-            s = s * entry[None, :] + tl.log2(entry)[None, :]
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        s = tl.where(visible, s, -float("inf"))
+            unit = tl.maximum(entry.to(tl.float32), SMALLEST_SCALE)
+            s = s * unit[None, :] + tl.log2(unit)[None, :]
+        s = tl.where(key[None, :] <= position[:, None], s, -float("inf"))
         higher = tl.maximum(peak, tl.max(s, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(s - shift[:, None])
@@ -110,9 +146,9 @@ def mla_kernel(
         peak = higher
         weight = p
         if SCALES == "token":
-            weight = p / entry[None, :]
+            weight = p * (1.0 / unit)[None, :]
         total = total * fade + tl.sum(weight, 1)
-        acc = dot(p.to(dtype), latent, acc * fade[:, None])
+        acc = dot(p.to(DTYPE), latent, acc * fade[:, None])
 
     empty = total == 0
     share = factor / tl.where(empty, 1.0, total)
@@ -145,11 +181,13 @@ def mla_decode(
     parts = torch.empty(tokens, heads, splits, rank, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
     row_tiles = -(-batch.max_query_len * heads // tiles.block_m)
-    codes, fmt = cache.codes.stride(), cache.fmt
+    fmt = cache.fmt
+    held = words_of(cache)
+    codes = held.stride()
     scales = cache.scale.stride() if cache.scale is not None else (0,) * 4
     args = {
         "q_ptr": q,
-        "code_ptr": cache.codes,
+        "code_ptr": held,
         "scale_ptr": cache.scale,
         "static_ptr": cache.static_scale,
         "table_ptr": batch.block_tables,
@@ -181,7 +219,7 @@ def mla_decode(
         "BITS": 16 if fmt is None else 8,
         "IS_FP8": fmt is not None and fmt.kind == "float",
         "SCALES": scales_of(fmt, width),
-        "ASM": launch_backend() == "cuda",
+        "ASM": launch_arch(q.device) if launch_backend() == "cuda" else 0,
     }
     grid = (len(batch.context_lens) * row_tiles, splits)
     launch(mla_kernel, grid, args, constants, tiles.warps)

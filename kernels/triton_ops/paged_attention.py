@@ -48,16 +48,18 @@ def default_tiles(
     form: Form, keys: PoolForm, values: PoolForm, heads: int, arch: int | str = 0
 ) -> AttentionTiles:
     """The shipped configuration for `heads` query heads on `arch` (`launch_arch`). What is
-    dequantized before the product takes registers, of which more warps have more; so do both
-    operands before Hopper, which multiplies out of shared memory."""
+    dequantized before the product takes registers, of which more warps have more on CUDA, fewer on
+    gfx942; so do both operands before Hopper, which multiplies out of shared memory."""
     rows = max(16, padded(heads // keys.kv_heads))
     wide = max(keys.head_dim, values.head_dim) > 128
     by_group = any(scales_of(p.fmt, p.head_dim) == "group" for p in (keys, values))
     packed = keys.fmt is not None or values.fmt is not None
     if form == "split":
-        return AttentionTiles(rows, 32 if wide or by_group else 64, 512, Warps(4, 2))
+        return AttentionTiles(
+            rows, 32 if wide or by_group else 64, 512, Warps(4, 1 if packed else 2)
+        )
     if wide or packed:
-        return AttentionTiles(max(rows, 64), 32, 0, Warps(8, 2))
+        return AttentionTiles(max(rows, 64), 32, 0, Warps(4 if isinstance(arch, str) else 8, 2))
     wide = max(keys.head_dim, values.head_dim) > 64 and isinstance(arch, int) and 0 < arch < 90
     return AttentionTiles(max(rows, 64), 32 if wide else 64, 0, Warps(4, 2))
 
@@ -113,8 +115,8 @@ def _launch(
     row_tiles = seqs if one_tile else tokens // (tiles.block_m // group) + seqs
     args = {
         "q_ptr": q,
-        **pool_args("k", keys, "k"),
-        **pool_args("v", values, "v"),
+        **pool_args("k", keys, "k", words_of(keys)),
+        **pool_args("v", values, "v", words_of(values)),
         "table_ptr": batch.block_tables,
         "context_ptr": batch.context_lens,
         "cu_ptr": batch.cu_seqlens_q,
@@ -147,19 +149,24 @@ def _launch(
         "SOFTCAP": options.softcap is not None,
         "SINKS": options.sinks is not None,
         "ALIBI": options.alibi_slopes is not None,
-        "ASM": launch_backend() == "cuda",
+        "ASM": launch_arch(q.device) if launch_backend() == "cuda" else 0,
     }
     grid = (row_tiles, keys.kv_heads, splits)
     launch(attention_kernel, grid, args, constants, tiles.warps)
 
 
-def pool_args(side: str, pool: BlockPool, codes: str) -> dict[str, Any]:
-    """Pointers and strides of the pool called `side` in a kernel, and its codes `codes`."""
-    strides = pool.codes.stride()
+def words_of(pool: BlockPool) -> Tensor:
+    """Codes as the kernels read them: int32 words of four bytes; floats as they are."""
+    return pool.codes if pool.fmt is None else pool.codes.view(torch.int32)
+
+
+def pool_args(side: str, pool: BlockPool, codes: str, held: Tensor) -> dict[str, Any]:
+    """Pointers and strides of the pool called `side` in a kernel, and its codes `codes`, `held`."""
+    strides = held.stride()
     scale = pool.scale.stride() if pool.scale is not None else (0,) * 4
     axes = ("block", "head", "slot")
     return {
-        f"{codes}_ptr": pool.codes,
+        f"{codes}_ptr": held,
         f"{side}_scale_ptr": pool.scale,
         f"{side}_offset_ptr": pool.offset,
         f"{side}_static_ptr": pool.static_scale,
@@ -238,6 +245,11 @@ def check_pool(
     fmt = pool.fmt
     if fmt is None:
         return
+    if any(step % 4 for step in (*pool.codes.stride()[:3], width, pool.codes.storage_offset())):
+        raise ValueError(
+            f"{op}: codes of {name} must lie at multiples of 4 bytes; rows are of {width}, strides "
+            f"{pool.codes.stride()}, the first at {pool.codes.storage_offset()}"
+        )
     if fmt.axis == "static":
         if pool.static_scale is None:
             raise ValueError(f"{op}: {name} have no static_scale, which their format needs")

@@ -6,6 +6,11 @@ Codes stay codes up to the matrix product: keys' scales multiply the logits, and
 into the running softmax as p' = exp2(s + log2(scale) - peak), which keeps p' within float16
 whatever the scales are; p' / scale sums to the denominator. Groups of channels with a scale each
 are dequantized before the product.
+
+Unquantized keys and values are copied to shared memory ahead of their use by Triton's pipeline.
+It would copy codes there too, as few bytes at a time as the product reads them; so the kernel
+itself loads the next tile of codes, 16 bytes at a time, while it works on one (HOLD), in decode,
+which waits for memory; tiles of prefill come from the L2 cache, and its registers are few.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ from __future__ import annotations
 from .attention_device import (
     LN2,
     LOG2E,
-    cap_logits,
-    load_codes,
+    fit_rows,
     load_rows,
+    load_tile,
+    logits,
     sequence_of_tile,
+    unpack_tile,
     with_sink,
 )
 from .device_math import dot
-from .kv_codes import FP8_FACTOR, SMALLEST_SCALE
+from .kv_codes import SMALLEST_SCALE, fp8_factor
 from .shim import jit, tl
 
 
@@ -42,12 +49,20 @@ def attention_kernel(
     "token" (one a key and head) or "group". K_PAD, V_PAD: powers of two that hold a row's entries.
     SPLIT: keys of a program, all where it is 0; then lse is natural, else that of a part, in log2.
     """
-    dtype = q_ptr.dtype.element_ty
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    HALF: tl.constexpr = tl.float16 if dtype == tl.bfloat16 else dtype
+    K_DTYPE: tl.constexpr = dtype if K_BITS == 16 or K_SCALES == "group" else HALF
+    V_DTYPE: tl.constexpr = dtype if V_BITS == 16 or V_SCALES == "group" else HALF
+    HOLD: tl.constexpr = SPLIT > 0 and (K_BITS < 16 or V_BITS < 16)
     BLOCK_Q: tl.constexpr = BLOCK_M // HEAD_GROUP
     K_PARTS: tl.constexpr = 1 + (K_BITS == 4)
     V_PARTS: tl.constexpr = 1 + (V_BITS == 4)
     K_WIDTH: tl.constexpr = HEAD_DIM // K_PARTS
     V_WIDTH: tl.constexpr = VALUE_DIM // V_PARTS
+    K_ROW: tl.constexpr = K_WIDTH if K_BITS == 16 else K_WIDTH // 4  # floats, or words of codes
+    V_ROW: tl.constexpr = V_WIDTH if V_BITS == 16 else V_WIDTH // 4
+    K_ROW_PAD: tl.constexpr = K_PAD if K_BITS == 16 else K_PAD // 4
+    V_ROW_PAD: tl.constexpr = V_PAD if V_BITS == 16 else V_PAD // 4
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq = tile if ONE_TILE else sequence_of_tile(cu_ptr, tile, seqs, BLOCK_Q)
     first = tl.load(cu_ptr + seq)
@@ -64,17 +79,21 @@ def attention_kernel(
     position = context - tokens + token
     q_row = (first + token).to(tl.int64)
     q0, q1 = load_rows(q_ptr, q_row * q_token + head * q_head, valid, K_PARTS, K_WIDTH, K_PAD)
+    q_sum = tl.sum(q0.to(tl.float32), 1)
+    if K_PARTS == 2:
+        q_sum += tl.sum(q1.to(tl.float32), 1)
+    q0, q1, q_unit = fit_rows(q0, q1, K_PARTS, K_DTYPE)
 
-    k_factor = scale * (FP8_FACTOR if K_FP8 else 1.0)
-    v_factor = FP8_FACTOR if V_FP8 else 1.0
+    k_factor = scale * (fp8_factor(ASM, K_DTYPE) if K_FP8 else 1.0)
+    v_factor = fp8_factor(ASM, V_DTYPE) if V_FP8 else 1.0
     if K_SCALES == "static":
         k_factor *= tl.load(k_static_ptr + kv_head)
     if V_SCALES == "static":
         v_factor *= tl.load(v_static_ptr + kv_head)
-    if K_OFFSETS and K_SCALES == "token":
-        q_sum = tl.sum(q0.to(tl.float32), 1)
-        if K_PARTS == 2:
-            q_sum += tl.sum(q1.to(tl.float32), 1)
+    BASE: tl.constexpr = 1.0 if SOFTCAP else LOG2E  # logits are in log2, from the start or capped
+    q_unit *= k_factor * BASE
+    q_sum *= scale * BASE
+    slope = q_unit
     if ALIBI:
         slope = tl.load(slopes_ptr + head, mask=valid, other=0.0) * LOG2E
 
@@ -85,46 +104,52 @@ def attention_kernel(
     if WINDOW:
         seen_from = tl.maximum(context - tokens + local - window + 1, 0)
         start = tl.maximum(start, seen_from // BLOCK_N * BLOCK_N)
+    table_ptr += seq.to(tl.int64) * table_seq
+    k_pool = (k_ptr + kv_head * k_head, k_scale_ptr, k_offset_ptr, kv_head * ks_head, k_block,
+              k_slot, ks_block, ks_slot)  # fmt: skip
+    v_pool = (v_ptr + kv_head * v_head, v_scale_ptr, v_offset_ptr, kv_head * vs_head, v_block,
+              v_slot, vs_block, vs_slot)  # fmt: skip
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0 = tl.zeros((BLOCK_M, V_PAD), tl.float32)
     acc1 = tl.zeros((BLOCK_M, V_PAD), tl.float32)
+    if HOLD:
+        key = start + tl.arange(0, BLOCK_N)
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
+        k_next, ks_next, ko_next = load_tile(k_pool, block, key, key < end, BLOCK_SIZE, K_SCALES,
+                                             K_OFFSETS, K_ROW, K_ROW_PAD)  # fmt: skip
+        v_next, vs_next, vo_next = load_tile(v_pool, block, key, key < end, BLOCK_SIZE, V_SCALES,
+                                             V_OFFSETS, V_ROW, V_ROW_PAD)  # fmt: skip
+        key += BLOCK_N
+        block_next = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
     for begin in range(start, end, BLOCK_N):
         key = begin + tl.arange(0, BLOCK_N)
-        inside = key < end
-        block = tl.load(table_ptr + seq.to(tl.int64) * table_seq + key // BLOCK_SIZE, mask=inside,
-                        other=0).to(tl.int64)  # fmt: skip
-        slot = key % BLOCK_SIZE
-        ks_at = block * ks_block + kv_head * ks_head + slot * ks_slot
-        vs_at = block * vs_block + kv_head * vs_head + slot * vs_slot
-        k0, k1 = load_codes(
-            k_ptr, k_scale_ptr, k_offset_ptr, block * k_block + kv_head * k_head + slot * k_slot,
-            ks_at, inside, dtype, K_BITS, K_FP8, K_SCALES, K_GROUP, K_OFFSETS, K_WIDTH, K_PAD, ASM,
-        )  # fmt: skip
-        s = dot(q0, tl.trans(k0), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
-        if K_PARTS == 2:
-            s = dot(q1, tl.trans(k1), s)
-        if K_SCALES == "token":
-            k_scale = tl.load(k_scale_ptr + ks_at, mask=inside, other=0.0).to(tl.float32)
-            s *= (k_scale * k_factor)[None, :]
-            if K_OFFSETS:
-                k_offset = tl.load(k_offset_ptr + ks_at, mask=inside, other=0.0).to(tl.float32)
-                s += q_sum[:, None] * (k_offset * scale)[None, :]
+        if HOLD:
+            k, k_scale, k_offset, v, v_scale, v_offset, here = (
+                k_next, ks_next, ko_next, v_next, vs_next, vo_next, block,
+            )  # fmt: skip
+            block, ahead = block_next, key + BLOCK_N
         else:
-            s *= k_factor
-        if SOFTCAP:
-            s = cap_logits(s, softcap)
-        s *= LOG2E
-        if ALIBI:
-            s += slope[:, None] * (key[None, :] - position[:, None])
+            block, ahead = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0), key
+        k_next, ks_next, ko_next = load_tile(k_pool, block, ahead, ahead < end, BLOCK_SIZE,
+                                             K_SCALES, K_OFFSETS, K_ROW, K_ROW_PAD)  # fmt: skip
+        v_next, vs_next, vo_next = load_tile(v_pool, block, ahead, ahead < end, BLOCK_SIZE,
+                                             V_SCALES, V_OFFSETS, V_ROW, V_ROW_PAD)  # fmt: skip
+        if HOLD:
+            ahead += BLOCK_N
+            block_next = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+        else:
+            k, k_scale, k_offset, v, v_scale, v_offset, here = (
+                k_next, ks_next, ko_next, v_next, vs_next, vo_next, block,
+            )  # fmt: skip
+        k0, k1 = unpack_tile(k, k_pool, here, key, key < end, K_DTYPE, BLOCK_SIZE, K_BITS, K_FP8,
+                             K_SCALES, K_GROUP, K_OFFSETS, K_WIDTH, K_PAD, ASM)  # fmt: skip
         if V_SCALES == "token":
-            v_scale = tl.load(v_scale_ptr + vs_at, mask=inside, other=1.0).to(tl.float32)
-            v_scale = tl.maximum(v_scale, SMALLEST_SCALE)  # a slot that was never written has 0
-            s += tl.log2(v_scale)[None, :]
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            visible &= position[:, None] - key[None, :] < window
-        s = tl.where(visible, s, -float("inf"))
+            v_scale = tl.maximum(v_scale.to(tl.float32), SMALLEST_SCALE)  # never written: 0
+        s = logits(
+            q0, q1, q_unit, q_sum, k0, k1, k_scale, k_offset, v_scale, key, position, slope,
+            softcap, window, K_PARTS, K_SCALES, K_OFFSETS, V_SCALES, WINDOW, SOFTCAP, ALIBI,
+        )  # fmt: skip
         higher = tl.maximum(peak, tl.max(s, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         p = tl.exp2(s - shift[:, None])
@@ -135,21 +160,18 @@ def attention_kernel(
             acc1 *= fade[:, None]
         weight = p
         if V_SCALES == "token":
-            weight = p / v_scale[None, :]
+            weight = p * (1.0 / v_scale)[None, :]
         total = total * fade + tl.sum(weight, 1)
         if V_OFFSETS and V_SCALES == "token":
-            v_offset = tl.load(v_offset_ptr + vs_at, mask=inside, other=0.0).to(tl.float32)
-            lift = tl.sum(weight * v_offset[None, :], 1)[:, None]
+            lift = tl.sum(weight * v_offset.to(tl.float32)[None, :], 1)[:, None]
             acc0 += lift
             if V_PARTS == 2:
                 acc1 += lift
-        v0, v1 = load_codes(
-            v_ptr, v_scale_ptr, v_offset_ptr, block * v_block + kv_head * v_head + slot * v_slot,
-            vs_at, inside, dtype, V_BITS, V_FP8, V_SCALES, V_GROUP, V_OFFSETS, V_WIDTH, V_PAD, ASM,
-        )  # fmt: skip
-        acc0 = dot(p.to(dtype), v0, acc0)
+        v0, v1 = unpack_tile(v, v_pool, here, key, key < end, V_DTYPE, BLOCK_SIZE, V_BITS, V_FP8,
+                             V_SCALES, V_GROUP, V_OFFSETS, V_WIDTH, V_PAD, ASM)  # fmt: skip
+        acc0 = dot(p.to(V_DTYPE), v0, acc0)
         if V_PARTS == 2:
-            acc1 = dot(p.to(dtype), v1, acc1)
+            acc1 = dot(p.to(V_DTYPE), v1, acc1)
 
     empty = total == 0
     lse = tl.where(empty, -float("inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
@@ -163,11 +185,10 @@ def attention_kernel(
     else:
         tl.store(lse_ptr + out_row, lse, mask=valid)
         valid &= ~empty
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
     channel = tl.arange(0, V_PAD)
     out_at = out_ptr + (out_row * VALUE_DIM)[:, None] + channel[None, :]
     out_mask = valid[:, None] & (channel < V_WIDTH)[None, :]
-    tl.store(out_at, (acc0 * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask)
+    tl.store(out_at, (acc0 * share[:, None]).to(OUT), mask=out_mask)
     if V_PARTS == 2:
-        tl.store(
-            out_at + V_WIDTH, (acc1 * share[:, None]).to(out_ptr.dtype.element_ty), mask=out_mask
-        )
+        tl.store(out_at + V_WIDTH, (acc1 * share[:, None]).to(OUT), mask=out_mask)
