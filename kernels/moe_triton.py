@@ -11,7 +11,7 @@ from torch import Tensor
 from .linear_ops import LinearOperands
 from .linear_wna16 import WNA16, group_size, pack_wna16
 from .moe_ops import ExpertsKernel, ExpertsProblem
-from .triton_ops.moe_gemm import moe_gemm
+from .triton_ops.moe_gemm import SMALL_TILES, moe_gemm
 from .wna16_layout import WNA16Format
 
 
@@ -35,7 +35,8 @@ def _run(
     linear = problem.linear
     fmt = WNA16Format(linear.num_bits, group_size(linear), not linear.symmetric)
     words, scale = tensors
-    return moe_gemm(x, words, scale, expert_ids, fmt)
+    tiles = SMALL_TILES if linear.batch_invariant else None
+    return moe_gemm(x, words, scale, expert_ids, fmt, tiles)
 
 
 GROUPED = ExpertsKernel("grouped", _decline, pack_experts, _run)

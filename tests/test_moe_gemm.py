@@ -8,8 +8,10 @@ from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, dense_weigh
 from lowbit.kernels.moe_ops import ExpertsProblem, choose_moe, moe_gemm_reference, moe_kernels
 from lowbit.kernels.moe_triton import pack_experts
 from lowbit.kernels.triton_ops.launch import Warps
-from lowbit.kernels.triton_ops.moe_gemm import ExpertTiles, moe_gemm, sort_pairs
+from lowbit.kernels.triton_ops.moe_gemm import ExpertTiles, default_tiles, moe_gemm, sort_pairs
 from lowbit.kernels.wna16_layout import WNA16Format
+
+from .far_apart import far_apart
 
 pytestmark = pytest.mark.usefixtures("nan_outputs")
 
@@ -89,12 +91,31 @@ def test_pairs_with_rows_of_their_own(kernel_device):
     check(moe_gemm(wide[:, :96], e.words, e.scale, e.ids, e.fmt), e.expected(wide[:, :96]))
 
 
+def test_rows_beyond_two_billion_elements(kernel_device):
+    e = Experts(device=kernel_device)
+    near = moe_gemm(e.x, e.words, e.scale, e.ids, e.fmt)
+    assert torch.equal(moe_gemm(far_apart(e.x), e.words, e.scale, e.ids, e.fmt), near)
+
+
 def test_a_row_is_the_same_bits_in_any_batch(kernel_device):
     e = Experts(tokens=20, device=kernel_device)
     tiles = ExpertTiles(16, 32, Warps())
     together = moe_gemm(e.x, e.words, e.scale, e.ids, e.fmt, tiles)
     alone = moe_gemm(e.x[9:10], e.words, e.scale, e.ids[9:10], e.fmt, tiles)
     assert torch.equal(alone, together[18:20])
+
+
+def test_a_batch_invariant_problem_has_one_form(kernel_device):
+    """Where a batch of many tokens would take larger tiles."""
+    e = Experts(tokens=40, device=kernel_device)
+    assert default_tiles(80, 4) != default_tiles(2, 4)
+    linear = e.problem.linear._replace(batch_invariant=True)
+    kernel, problem = moe_kernels()[0], e.problem._replace(linear=linear)
+    tensors = (e.words, e.scale)
+    together = kernel.run(e.x, tensors, e.ids, problem)
+    alone = kernel.run(e.x[9:10], tensors, e.ids[9:10], problem)
+    assert torch.equal(alone, together[18:20])
+    assert torch.equal(together, moe_gemm(e.x, *tensors, e.ids, e.fmt, default_tiles(2, 4)))
 
 
 @pytest.mark.parametrize("block", [1, 4, 16])

@@ -38,9 +38,13 @@ class Sorted(NamedTuple):
     experts: Tensor
 
 
+SMALL_TILES = ExpertTiles(16, 64, Warps(4, 3))
+"""While experts get few pairs each; the only ones where no batch may change a bit."""
+
+
 def default_tiles(pairs: int, experts: int) -> ExpertTiles:
-    """The shipped configuration: small tiles while experts get few pairs each."""
-    return ExpertTiles(16 if pairs <= 16 * experts else 64, 64, Warps(4, 3))
+    """The shipped configuration for so many pairs."""
+    return SMALL_TILES if pairs <= 16 * experts else SMALL_TILES._replace(block_m=64)
 
 
 def sort_pairs(expert_ids: Tensor, experts: int, block_m: int) -> Sorted:
