@@ -63,7 +63,7 @@ def _operands(options: argparse.Namespace, seqs: int, context: int) -> _Operands
     o = {
         **pool_operands(make, "keys", shape),
         **pool_operands(make, "values", shape),
-        **batch_operands(make, seqs, context, 1),
+        **batch_operands(make, seqs, context),
     }
     keys, values = (pool_of(o, name, options.kv, options.head_dim) for name in ("keys", "values"))
     q = make.normal(seqs, options.heads, options.head_dim, dtype=dtype)

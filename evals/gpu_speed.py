@@ -35,12 +35,14 @@ class Speed(NamedTuple):
         """Bytes that must move a second, over the copy's."""
         return self.moved / self.ours / ceilings.bandwidth
 
-    def faults(self, ceilings: Ceilings) -> list[str]:
-        """Bars that it misses."""
-        share = self.bandwidth_share(ceilings)
+    def faults(self, ceilings: Ceilings | None) -> list[str]:
+        """Bars that it misses; ceilings: None where they could not be measured."""
         found = []
         if self.ratio < self.bar:
             found.append(f"{self.ratio:.2f}x, under {self.bar}x")
-        if share < self.bandwidth_bar:
+        if self.bandwidth_bar and ceilings is None:
+            found.append("no copy bandwidth to compare with")
+        elif ceilings is not None and self.bandwidth_share(ceilings) < self.bandwidth_bar:
+            share = self.bandwidth_share(ceilings)
             found.append(f"{share:.0%} of copy bandwidth, under {self.bandwidth_bar:.0%}")
         return found

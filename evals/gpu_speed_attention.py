@@ -15,51 +15,78 @@ from ..kernels.attention_ops import AttentionOptions
 from ..kernels.cases.case import Maker
 from ..kernels.cases.pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
 from ..kernels.triton_ops.paged_attention import paged_attention
-from .gpu_speed import Ceilings, Speed
+from .gpu_speed import Speed
 from .gpu_timer import copies_needed, seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama 3 8B's
-BATCHES = ((1, 32768), (8, 32768), (1, 4096), (16, 4096), (128, 4096), (128, 1024), (32, 1024))
+BATCHES = (
+    (8, 32768), (1, 32768), (128, 4096), (16, 4096), (1, 4096), (128, 1024), (16, 1024), (1, 1024),
+    (32, 32768), (128, 32768),
+)  # fmt: skip
 BARS = {"dense": 0.0, "fp8": 1.7, "int8": 1.7, "int4": 2.5}
 BAR_CONTEXT = 32768  # bars hold from here on
 BANDWIDTH_BAR = 0.8
 
 
-def speeds(ceilings: Ceilings) -> Iterator[Speed]:
-    """The rows of the table, the most telling first."""
-    for seqs, context in BATCHES:
-        dense = _measure("dense", seqs, context, _sdpa_seconds(seqs, context))
-        yield dense
-        for form in ("int8", "fp8", "int4"):
-            yield _measure(form, seqs, context, dense.ours)
+def names() -> list[str]:
+    """What `warm` and `speeds` take: sequences and keys of each, the most telling first."""
+    return [f"{seqs} x {context}" for seqs, context in BATCHES]
 
 
-def _measure(form: str, seqs: int, context: int, theirs: float) -> Speed:
+def _asked(name: str) -> tuple[int, int]:
+    seqs, _, context = name.partition(" x ")
+    return int(seqs), int(context)
+
+
+def warm(name: str) -> None:
+    """Have compiled what `speeds(name)` runs; more sequences than 16 compile no other kernel."""
+    seqs, context = _asked(name)
+    for form in BARS:
+        calls, _ = _calls(form, min(seqs, 16), context, copies=1)
+        calls[0]()
+
+
+def speeds(name: str) -> Iterator[Speed]:
+    """The rows of the table for one of `names()`, by how keys and values are stored."""
+    seqs, context = _asked(name)
+    theirs = _sdpa_seconds(seqs, context)
+    for form in BARS:
+        copies = copies_needed(seqs * context * KV_HEADS * HEAD_DIM)
+        calls, moved = _calls(form, seqs, context, copies)
+        ours, is_long = seconds(calls), context >= BAR_CONTEXT
+        yield Speed(
+            f"decode {form}, {seqs} sequences", context, "paged_attention", ours, theirs, moved,
+            4 * HEADS * HEAD_DIM * seqs * context, BARS[form] if is_long else 0.0,
+            BANDWIDTH_BAR if is_long else 0.0,
+        )  # fmt: skip
+        if form == "dense":
+            theirs = ours
+        del calls
+
+
+def _calls(
+    form: str, seqs: int, context: int, copies: int
+) -> tuple[list[Callable[[], object]], int]:
+    """Attention on operands of `copies` kinds, and the bytes that one of them must move."""
     shape = PoolShape(form, seqs, context, KV_HEADS, HEAD_DIM, torch.bfloat16)
     options = AttentionOptions(HEAD_DIM**-0.5, rotated_queries=True)
-    values = seqs * context * KV_HEADS * HEAD_DIM
     calls: list[Callable[[], object]] = []
     moved = 0
-    for seed in range(copies_needed(values)):
+    for seed in range(copies):
         make = Maker("cuda", seed)
         o = {
             **pool_operands(make, "keys", shape),
             **pool_operands(make, "values", shape),
-            **batch_operands(make, seqs, context, 1),
+            **batch_operands(make, seqs, context),
         }
         q = make.normal(seqs, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-        keys, stored = (pool_of(o, name, form, HEAD_DIM) for name in ("keys", "values"))
+        pools = [pool_of(o, name, form, HEAD_DIM) for name in ("keys", "values")]
         batch = batch_of(o, context, 1)
-        moved = keys.nbytes + stored.nbytes + 2 * q.nbytes
+        moved = sum(pool.nbytes for pool in pools) + 2 * q.nbytes
         calls.append(
-            lambda q=q, k=keys, v=stored, b=batch: paged_attention(q, k, v, b, options, "split")
+            lambda q=q, kv=pools, b=batch: paged_attention(q, kv[0], kv[1], b, options, "split")
         )
-    long = context >= BAR_CONTEXT
-    return Speed(
-        f"decode {form}, {seqs} sequences", context, "paged_attention", seconds(calls), theirs,
-        moved, 4 * HEADS * HEAD_DIM * seqs * context, BARS[form] if long else 0.0,
-        BANDWIDTH_BAR if long else 0.0,
-    )  # fmt: skip
+    return calls, moved
 
 
 def _sdpa_seconds(seqs: int, context: int) -> float:

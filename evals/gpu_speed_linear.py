@@ -11,7 +11,7 @@ from ..kernels.activations import ActivationFormat
 from ..kernels.elements import E4M3, int_elements
 from ..kernels.linear_ops import LinearProblem, choose_linear
 from .gpu_operands import packed_bytes, random_operands
-from .gpu_speed import Ceilings, Speed
+from .gpu_speed import Speed
 from .gpu_timer import copies_needed, seconds
 
 SHAPES = {
@@ -19,11 +19,14 @@ SHAPES = {
     "8B o_proj": (4096, 4096),
     "8B gate_up_proj": (28672, 4096),
     "8B down_proj": (4096, 14336),
+    "70B qkv_proj": (10240, 8192),
+    "70B o_proj": (8192, 8192),
     "70B gate_up_proj": (57344, 8192),
     "70B down_proj": (8192, 28672),
 }
 W4A16_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 A8_ROWS = (16, 64, 256, 1024, 4096, 8192)
+ROWS = {"W4A16": W4A16_ROWS, "FP8": A8_ROWS, "W8A8": A8_ROWS}  # tokens, by scheme
 _INT8, _FP8 = ActivationFormat(int_elements(8)), ActivationFormat(E4M3)
 
 
@@ -39,31 +42,44 @@ def _problem(scheme: str, out_features: int, in_features: int) -> LinearProblem:
     }[scheme]
 
 
-def speeds(ceilings: Ceilings) -> Iterator[Speed]:
-    """The rows of the table, the most telling first."""
-    for scheme, tokens in (("W4A16", W4A16_ROWS), ("FP8", A8_ROWS), ("W8A8", A8_ROWS)):
-        for name, (out_features, in_features) in SHAPES.items():
-            yield from _layer(scheme, name, _problem(scheme, out_features, in_features), tokens)
+def names() -> list[str]:
+    """What `warm` and `speeds` take: a scheme and a layer, the most telling first."""
+    return [f"{scheme} {layer}" for scheme in ROWS for layer in SHAPES]
 
 
-def _layer(scheme: str, name: str, p: LinearProblem, tokens: tuple[int, ...]) -> Iterator[Speed]:
-    weights = [random_operands(p) for _ in range(copies_needed(packed_bytes(p)))]
+def _asked(name: str) -> tuple[str, LinearProblem]:
+    scheme, _, layer = name.partition(" ")
+    return scheme, _problem(scheme, *SHAPES[layer])
+
+
+def warm(name: str) -> None:
+    """Have compiled what `speeds(name)` runs."""
+    scheme, p = _asked(name)
     kernel = choose_linear(p).candidate
-    packed = [kernel.pack(w, p) for w in weights]
+    weight = kernel.pack(random_operands(p), p)
+    for rows in ROWS[scheme]:
+        kernel.run(torch.randn(rows, p.in_features, device="cuda", dtype=p.dtype), weight, None, p)
+
+
+def speeds(name: str) -> Iterator[Speed]:
+    """The rows of the table for one of `names()`, by the number of tokens."""
+    scheme, p = _asked(name)
+    kernel = choose_linear(p).candidate
+    packed = [kernel.pack(random_operands(p), p) for _ in range(copies_needed(packed_bytes(p)))]
     dense_bytes = 2 * p.out_features * p.in_features
     dense = [
         torch.randn(p.out_features, p.in_features, device="cuda", dtype=p.dtype)
         for _ in range(copies_needed(dense_bytes))
     ]
-    for rows in tokens:
+    for rows in ROWS[scheme]:
         x = torch.randn(rows, p.in_features, device="cuda", dtype=p.dtype)
         ours = seconds([lambda x=x, t=t: kernel.run(x, t, None, p) for t in packed])
         theirs = seconds([lambda x=x, w=w: F.linear(x, w) for w in dense])
         moved = sum(t.nbytes for t in packed[0]) + x.nbytes + 2 * rows * p.out_features
         operations = 2 * rows * p.out_features * p.in_features
         yield Speed(
-            f"{scheme} {name}", rows, kernel.name, ours, theirs, moved, operations,
-            _bar(scheme, rows), 0.8 if scheme == "W4A16" and rows <= 16 else 0.0,
+            name, rows, kernel.name, ours, theirs, moved, operations, _bar(scheme, rows),
+            0.8 if scheme == "W4A16" and rows <= 16 else 0.0,
         )  # fmt: skip
 
 

@@ -36,7 +36,10 @@ class _Shape(NamedTuple):
 _FORMATS = [("int8", 0), ("fp8", 0), ("fp8", 128), ("int4", 128)]
 _LABELS = {"int8": "W8A8", "fp8": "FP8", "int4": "W4A8"}
 _ROWS = (16, 64, 256, 1024)
-_IN_CI = {("int8", 0, 1024), ("fp8", 128, 256), ("int4", 128, 16)}
+_IN_CI = {
+    ("int8", 0, 16), ("int8", 0, 1024), ("fp8", 128, 64), ("fp8", 128, 256), ("int4", 128, 16),
+    ("int4", 128, 256),
+}  # fmt: skip
 
 
 def cases(size: Size) -> Iterator[Case]:

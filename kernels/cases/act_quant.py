@@ -38,15 +38,14 @@ def _case(
             operands["up"] = maker.normal(*shape, dtype=dtype)
         return operands
 
-    def run(o: Operands) -> tuple[torch.Tensor]:
-        """What codes and scales are worth: codes alone may differ where x / scale is a tie."""
+    def run(o: Operands) -> Quantized:
         x, weight, up = o["x"], o.get("weight"), o.get("up")
         assert x is not None
         if weight is not None:
-            return _worth(rms_norm_quant(x, weight, _EPS, fmt), fmt)
+            return rms_norm_quant(x, weight, _EPS, fmt)
         if up is not None:
-            return _worth(silu_mul_quant(x, up, fmt), fmt)
-        return _worth(act_quant(x, fmt), fmt)
+            return silu_mul_quant(x, up, fmt)
+        return act_quant(x, fmt)
 
     def reference(o: Operands) -> tuple[torch.Tensor]:
         x, weight, up = o["x"], o.get("weight"), o.get("up")
@@ -65,13 +64,13 @@ def _case(
         "act_quant", f"{source} {name}", make, run, reference, tolerance,
         Bars(once=once, wide=("x",)),
         targets=_FP8_TARGETS if name != "int8" else (), ci=name == "int8" and source == "silu_mul",
-        by_row=once,
+        by_row=once, worth=lambda results: _worth(results, fmt),
     )  # fmt: skip
 
 
-def _worth(q: Quantized, fmt: ActivationFormat) -> tuple[torch.Tensor]:
-    if q.codes.is_meta:
-        return (q.codes,)
-    size = fmt.group_size or q.codes.shape[1]
-    spread = q.scales.repeat_interleave(size, 1)[:, : q.codes.shape[1]]
-    return (q.codes.double() * spread,)
+def _worth(results: tuple[torch.Tensor, ...], fmt: ActivationFormat) -> tuple[torch.Tensor]:
+    """Codes alone may differ from the reference's where x / scale is a tie."""
+    codes, scales = results
+    size = fmt.group_size or codes.shape[1]
+    spread = scales.repeat_interleave(size, 1)[:, : codes.shape[1]]
+    return (codes.double() * spread,)

@@ -79,6 +79,7 @@ class Case:
     floor: bytes of an operand that the op must move, where that is not all of them.
     by_row: operands with a row for each token, all as many: results of some rows alone must have
         the same bits as in the whole batch. Empty: not checked.
+    worth: what results stand for, where that and not they are compared with the reference's.
     """
 
     op: str
@@ -93,6 +94,7 @@ class Case:
     ci: bool = False
     floor: Callable[[Operands], dict[str, int]] | None = None
     by_row: tuple[str, ...] = ()
+    worth: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None = None
 
     @property
     def name(self) -> str:

@@ -58,10 +58,22 @@ def _case(s: _Shape, name: str) -> Case:
         return moe_gemm(x, words, scale, ids, s.fmt)
 
     tiles = default_tiles(s.tokens * s.top_k, s.experts)
-    bars = Bars(wide=("words",), tensor_cores="fp16", tile_rows=tiles.block_n)
+    bars = Bars(
+        once=("words", "scale") if tiles.block_m == 16 else (), wide=("words",),
+        tensor_cores="fp16", tile_rows=tiles.block_n,
+    )  # fmt: skip
     operations = 2 * s.tokens * s.top_k * s.out_features * s.in_features
     return Case("moe_gemm", name, make, run, lambda o: _reference(o, s),
-                2 * torch.finfo(s.dtype).eps, bars, operations)  # fmt: skip
+                2 * torch.finfo(s.dtype).eps, bars, operations, ci=s.fmt.num_bits == 4,
+                floor=_floor)  # fmt: skip
+
+
+def _floor(o: Operands) -> dict[str, int]:
+    """Bytes of the experts that some token goes to; all of them where that is not known."""
+    words, scale, ids = o["words"], o["scale"], o["ids"]
+    assert words is not None and scale is not None and ids is not None
+    used = len(words) if ids.is_meta else len(ids.unique())
+    return {"words": words[0].nbytes * used, "scale": scale[0].nbytes * used}
 
 
 def _reference(o: Operands, s: _Shape) -> Tensor:

@@ -17,7 +17,7 @@ def cases(size: Size) -> Iterator[Case]:
     small = size == "small"
     shape, dtype = ((192, 512), torch.float16) if small else ((4096, 4096), torch.bfloat16)
     for scheme in _GROUPS:
-        for rows in (16, 256):
+        for rows in (16, 64, 256):
             yield _case(scheme, (min(rows, 70) if small else rows, *shape), dtype, rows)
 
 

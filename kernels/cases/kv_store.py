@@ -48,7 +48,7 @@ def _case(s: PoolShape, heads: int, name: str, ci: bool) -> Case:
 
 
 def _stored(store, o: Operands, s: PoolShape, heads: int) -> tuple[Tensor, ...]:
-    """Queries, codes of keys and of values."""
+    """Queries; codes, scales and offsets of keys, of values."""
     qkv, cos, sin, weights, positions, slots = (
         o[name] for name in ("qkv", "cos", "sin", "weights", "positions", "slots")
     )
@@ -58,4 +58,5 @@ def _stored(store, o: Operands, s: PoolShape, heads: int) -> tuple[Tensor, ...]:
     options = StoreOptions(Rotary(cos, sin), HeadNorm(weights[0], weights[1], 1e-5), True)
     q, k, v = qkv.split([heads, s.kv_heads, s.kv_heads], 1)
     turned = store(q, k, v, keys, values, NewTokens(positions, slots), options)
-    return turned, keys.codes.float(), values.codes.float()
+    parts = (pool[part] for pool in (keys, values) for part in (0, 2, 3))
+    return turned, *(part for part in parts if part is not None)

@@ -10,7 +10,9 @@ from ..attention_ops import AttentionOutput
 from ..mla_ops import mla_decode_reference
 from ..triton_ops.mla_decode import mla_decode
 from .case import Bars, Case, Maker, Operands, Size
-from .pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
+from .pools import PoolShape, batch_of, batch_operands, kept_parts, pool_of, pool_operands
+
+_IN_CI = {(16, "fp8"), (128, "dense")}
 
 
 def cases(size: Size) -> Iterator[Case]:
@@ -26,7 +28,7 @@ def _case(s: PoolShape, heads: int, rank: int, label: int) -> Case:
 
     def make(maker: Maker) -> Operands:
         q = maker.normal(s.seqs, heads, s.head_dim, dtype=s.dtype)
-        batch = batch_operands(maker, s.seqs, s.context, 1)
+        batch = batch_operands(maker, s.seqs, s.context)
         return {"q": q, **pool_operands(maker, "cache", s), **batch}
 
     def run(o: Operands) -> AttentionOutput:
@@ -42,10 +44,11 @@ def _case(s: PoolShape, heads: int, rank: int, label: int) -> Case:
         return mla_decode_reference(q.double(), cache, rank, batch_of(o, s.context, 1), scale)
 
     bars = Bars(
-        once=("cache",) if heads <= 16 else (), wide=() if s.fmt else ("cache",),
+        once=kept_parts(s, "cache") if heads <= 16 else (), wide=("cache",),
         tensor_cores="fp16", tile_rows=16,
     )  # fmt: skip
     operations = 2 * s.seqs * heads * s.context * (s.head_dim + rank)
     name = f"{s.form} heads={label}"
     tolerance = 4 * torch.finfo(s.dtype).eps
-    return Case("mla_decode", name, make, run, reference, tolerance, bars, operations)
+    return Case("mla_decode", name, make, run, reference, tolerance, bars, operations,
+                ci=(label, s.form) in _IN_CI, by_row=("q", "tables", "lengths"))  # fmt: skip

@@ -77,20 +77,28 @@ def pool_of(o: Operands, name: str, form: str, head_dim: int) -> BlockPool:
     return BlockPool(codes, kv_form(form, head_dim), o[f"{name}_scale"], o[f"{name}_offset"])
 
 
-def batch_operands(make: Maker, seqs: int, context: int, queries: int) -> Operands:
+def batch_operands(make: Maker, seqs: int, context: int) -> Operands:
     """Sequences whose blocks lie all over the pool."""
     blocks = context // BLOCK_SIZE
     order = torch.arange(seqs * blocks, device=make.device) * 7919 % (seqs * blocks)
     return {
         "tables": order.view(seqs, blocks).to(torch.int32),
         "lengths": torch.full((seqs,), context, dtype=torch.int32, device=make.device),
-        "starts": (torch.arange(seqs + 1, device=make.device) * queries).to(torch.int32),
     }
 
 
 def batch_of(o: Operands, context: int, queries: int) -> PagedBatch:
-    tables, lengths, starts = (_some(o[name]) for name in ("tables", "lengths", "starts"))
+    """Of the sequences in `o`, as many as there are, each with `queries` new tokens."""
+    tables, lengths = (_some(o[name]) for name in ("tables", "lengths"))
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device) * queries
     return PagedBatch(tables, lengths, starts, queries, context)
+
+
+def kept_parts(s: PoolShape, name: str) -> tuple[str, ...]:
+    """The operands that hold the pool `name`: codes, and scales and offsets where it has them."""
+    pool = empty_pool(s, "meta")
+    parts = {"": pool.codes, "_scale": pool.scale, "_offset": pool.offset}
+    return tuple(name + part for part, held in parts.items() if held is not None)
 
 
 def _some(part: Tensor | None) -> Tensor:
