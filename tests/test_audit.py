@@ -137,18 +137,22 @@ def test_more_bytes_than_the_bar_are_a_fault():
 
 def test_tables_replace_what_stands_between_the_markers(tmp_path):
     document = tmp_path / "kernels.md"
-    document.write_text("before\n<!-- audit -->\nold\n<!-- /audit -->\nafter\n")
+    others = "<!-- audit a8 -->\nkept\n<!-- /audit a8 -->\n"
+    document.write_text(
+        f"before\n<!-- audit wna16 -->\nold\n<!-- /audit wna16 -->\n{others}after\n"
+    )
     case = next(c for c in all_cases("real", "wna16") if c.ci)
     verdict = Verdict(case.name, "sm_90", 64, 1024, cores="HGMMA", faults=("spills",))
     moved = {case.name: {"words": Moved(8, 0, 8), "other": Moved(1, 2, 0)}}
     for _ in range(2):
-        write_tables(document, [case], [verdict], moved)
+        write_tables(document, "wna16", [case], [verdict], moved)
     text = document.read_text()
-    assert text.startswith("before\n<!-- audit -->\n") and text.endswith("<!-- /audit -->\nafter\n")
+    assert text.startswith("before\n<!-- audit wna16 -->\n")
+    assert text.endswith(f"<!-- /audit wna16 -->\n{others}after\n")
     assert "old" not in text and text.count("| HGMMA |") == 1 and "words 1.00" in text
     document.write_text("no markers")
     with pytest.raises(ValueError, match="lacks the lines"):
-        write_tables(document, [case], [verdict], moved)
+        write_tables(document, "wna16", [case], [verdict], moved)
 
 
 @pytest.mark.parametrize("target", ["sm_90"])
@@ -164,6 +168,7 @@ def test_a_case_compiled_for_hopper_meets_its_bars(target):
         "assert not verdict.faults, verdict\n"
         "assert verdict.cores.startswith('HGMMA') and verdict.widths == 'words:128', verdict\n"
         "assert 0.6 < verdict.logic <= 1.25 and not verdict.conversions, verdict\n"
+        "assert 4 < verdict.instructions < 12, verdict\n"
         "more = {'max_logic': 0.1, 'tensor_cores': 'fp8', 'wide': ('locks',)}\n"
         "bars = dataclasses.replace(case.bars, **more)\n"
         f"faults = audit_case(dataclasses.replace(case, bars=bars), '{target}').faults\n"

@@ -22,7 +22,7 @@ class MachineCode(NamedTuple):
     """registers: a thread's. shared: bytes a program uses. stack: bytes a thread keeps in memory.
     spills: instructions that move registers there. loads: bits of each load of an argument.
     loop_conversions, loop_logic: instructions in the loop that turn whole numbers into floats; that
-    are logic, shifts, permutations."""
+    are logic, shifts, permutations. loop_length: all of its instructions."""
 
     registers: int
     shared: int
@@ -32,6 +32,7 @@ class MachineCode(NamedTuple):
     loads: dict[str, list[int]]
     loop_conversions: int
     loop_logic: int
+    loop_length: int
 
 
 _LABEL = re.compile(r"^(\.[\w.$]+):")
@@ -64,7 +65,7 @@ def read_machine_code(compiled: Any, launch: Launch, target: Target) -> MachineC
         registers, compiled.metadata.shared, stack, spills, "\n".join(lines),
         _by_argument(loads, arguments),
         sum(_CONVERSION.match(i) is not None for i in loop),
-        sum(_LOGIC.match(i) is not None for i in loop),
+        sum(_LOGIC.match(i) is not None for i in loop), len(loop),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The audit's tables, as docs/kernels.md shows them between two markers."""
+"""The audit's tables, as docs/kernels.md shows them: those of a family between two markers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from .targets import DEVICES, predicted_seconds
 from .traffic import Moved
 from .verdict import Verdict
 
-START, END = "<!-- audit -->\n", "<!-- /audit -->\n"
-
 
 def write_tables(
     path: Path,
+    family: str,
     cases: Sequence[Case],
     verdicts: Sequence[Verdict],
     moved: dict[str, dict[str, Moved]],
 ) -> None:
-    """Replace what stands between the markers in `path`."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(START)
-    _, _, after = rest.partition(END)
-    if not rest or not after and END not in rest:
-        raise ValueError(f"{path} lacks the lines {START.strip()} and {END.strip()}")
+    """Replace what stands between the markers of `family` in `path`."""
+    start, end = f"<!-- audit {family} -->\n", f"<!-- /audit {family} -->\n"
+    before, found, rest = path.read_text(encoding="utf-8").partition(start)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{path} lacks the lines {start.strip()} and {end.strip()}")
     tables = "\n".join((_compiled(verdicts), _moved(moved), _predicted(cases)))
-    path.write_text(f"{before}{START}\n{tables}\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{start}\n{tables}\n{end}{after}", encoding="utf-8")
 
 
 def _table(header: str, rows: Iterable[Sequence[object]]) -> str:
@@ -38,17 +38,18 @@ def _table(header: str, rows: Iterable[Sequence[object]]) -> str:
 def _compiled(verdicts: Sequence[Verdict]) -> str:
     header = (
         "kernel | target | registers | shared, bytes | stack, spills | tensor cores | "
-        "bits a load | conversions, logic a code | bars"
+        "bits a load | conversions, logic, all instructions a code | bars"
     )
     rows = [
         (
             v.case, v.target, v.registers, v.shared, f"{v.stack}, {v.spills}", v.cores or "-",
-            v.widths or "-", f"{v.conversions:.2f}, {v.logic:.2f}" if v.logic else "-",
+            v.widths or "-",
+            f"{v.conversions:.2f}, {v.logic:.2f}, {v.instructions:.1f}" if v.logic else "-",
             "; ".join(v.faults) or "met",
         )
         for v in verdicts
     ]  # fmt: skip
-    return "### Compiled\n\n" + _table(header, rows)
+    return "Compiled:\n\n" + _table(header, rows)
 
 
 def _moved(moved: dict[str, dict[str, Moved]]) -> str:
@@ -58,7 +59,7 @@ def _moved(moved: dict[str, dict[str, Moved]]) -> str:
         extra = operands["other"]
         rows.append((name, ratios, extra.loaded + extra.stored))
     header = "kernel (small shapes) | bytes moved over those of the operand | other bytes"
-    return "### Bytes moved\n\n" + _table(header, rows)
+    return "Bytes moved:\n\n" + _table(header, rows)
 
 
 def _predicted(cases: Sequence[Case]) -> str:
@@ -77,4 +78,4 @@ def _predicted(cases: Sequence[Case]) -> str:
     header = "kernel (real shapes) | bytes | operations | " + " | ".join(
         f"{name}, us" for name in DEVICES
     )
-    return "### Predicted from the floors\n\n" + _table(header, rows)
+    return "Predicted from the floors:\n\n" + _table(header, rows)

@@ -6,6 +6,8 @@ import re
 import time
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..cases.case import Case, Maker
 from ..triton_ops.launch import Launch, recording
 from .compile import compile_launch
@@ -19,7 +21,8 @@ WIDE_BITS = 128
 
 class Verdict(NamedTuple):
     """A row of the audit's table. cores: the tensor-core instruction found. widths: bits of the
-    narrowest load of each operand that must be wide. conversions, logic: instructions a code."""
+    narrowest load of each operand that must be wide. conversions, logic, instructions: of the loop,
+    a code: from whole numbers to floats; logic, shifts and permutations; all."""
 
     case: str
     target: str
@@ -31,6 +34,7 @@ class Verdict(NamedTuple):
     widths: str = ""
     conversions: float = 0.0
     logic: float = 0.0
+    instructions: float = 0.0
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
 
@@ -48,11 +52,16 @@ def audit_case(case: Case, target: str) -> Verdict:
 
 
 def _recorded(case: Case, target: str) -> tuple[Launch, dict[int, str]]:
-    """The launch that the bars are about (the first), and operands by the id of their tensor."""
+    """The launch that the bars are about (the first), and operands by their memory."""
     operands = case.make(Maker("meta"))
     with recording(TARGETS[target]) as launches:
         case.run(operands)
-    return launches[0], {id(t): name for name, t in operands.items() if t is not None}
+    return launches[0], {_memory(t): name for name, t in operands.items() if t is not None}
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for a tensor and its views."""
+    return tensor.untyped_storage()._cdata
 
 
 def _judge(
@@ -68,7 +77,11 @@ def _judge(
         pattern = tensor_core_pattern(target, bars.tensor_cores, bars.tile_rows)
         if re.search(pattern, code.text, re.MULTILINE) is None:
             faults.append(f"multiplies with {cores or 'no tensor cores'}, not {pattern}")
-    arguments = {names.get(id(t), ""): argument for argument, t in launch.args.items()}
+    arguments = {
+        names.get(_memory(t), ""): argument
+        for argument, t in launch.args.items()
+        if isinstance(t, Tensor)
+    }
     widths = {o: min(code.loads.get(arguments.get(o, ""), [0])) for o in bars.wide}
     faults += [f"loads {o} {w} bits at a time" for o, w in widths.items() if w < WIDE_BITS]
     threads = launch.warps.num_warps * (64 if TARGETS[target].backend == "hip" else 32)
@@ -85,7 +98,7 @@ def _judge(
     shown = " ".join(f"{o}:{w}" for o, w in widths.items())
     return Verdict(
         case.name, target, code.registers, code.shared, code.stack, code.spills, cores, shown,
-        conversions, logic, 0.0, tuple(faults),
+        conversions, logic, code.loop_length / codes if codes else 0.0, 0.0, tuple(faults),
     )  # fmt: skip
 
 
