@@ -15,6 +15,9 @@ from lowbit.kernels.triton_ops.a8_gemm import a8_gemm
 from lowbit.kernels.triton_ops.act_quant import act_quant, rms_norm_quant, silu_mul_quant
 from lowbit.kernels.triton_ops.tiles import GemmConfig
 
+from .far_apart import far_apart
+
+pytestmark = pytest.mark.usefixtures("nan_outputs")
 INT8, FP8 = ActivationFormat(int_elements(8)), ActivationFormat(E4M3)
 FP8_BLOCK = ActivationFormat(E4M3, 128)
 STATIC = ActivationFormat(int_elements(8), static=True)
@@ -143,7 +146,7 @@ def test_the_linear_kernel_is_the_reference(kernel_device, name):
     assert choose_linear(p).candidate is A8
     weight = operands(p, kernel_device)
     bias = numbers(p.out_features, device=kernel_device, seed=4)
-    for rows in (0, 1, 17):
+    for rows in (0, 1, 3, 17):
         x = numbers(rows, p.in_features, device=kernel_device, seed=rows)
         y = A8.run(x, A8.pack(weight, p), bias, p)
         assert y.shape == (rows, p.out_features) and y.dtype == p.dtype
@@ -164,6 +167,20 @@ def test_whole_numbers_are_summed_exactly(kernel_device, columns):
     scale = torch.ones(1, device=kernel_device)
     y = a8_gemm(x.to(kernel_device), scale, weight, None, 0, torch.float32, CONFIG)
     assert torch.equal(y.cpu().long(), x.long() @ w.long().T) and not locks.any()
+
+
+def test_rows_at_strides_and_beyond_two_billion_elements(kernel_device):
+    p = problem()
+    weight = pack_a8(operands(p, kernel_device), p)
+    x = numbers(3, 256, device=kernel_device)
+    near, far = act_quant(x, INT8), act_quant(far_apart(x), INT8)
+    assert torch.equal(near.codes, far.codes) and torch.equal(near.scales, far.scales)
+    expected = a8_gemm(near.codes, near.scales, weight, None, 0, p.dtype, CONFIG)
+    wide = near.codes.new_full((3, 600), 5)
+    wide[:, 16:272] = near.codes
+    for codes in (wide[:, 16:272], far_apart(near.codes)):
+        y = a8_gemm(codes, near.scales, weight, None, 0, p.dtype, CONFIG)
+        assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("name", ["W8A8", "FP8 block", "W4A8"])

@@ -11,6 +11,9 @@ from lowbit.quantize.activations import activation_format
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.spec import PRESETS, Group
 
+from .far_apart import far_apart
+
+pytestmark = pytest.mark.usefixtures("nan_outputs")
 interpreted_only = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 10,
     reason="a GPU without 4-bit tensor cores",
@@ -37,13 +40,25 @@ def test_the_product_is_the_reference(kernel_device, scheme):
     tensors = pack_fp4(operands, p)
     g = torch.Generator().manual_seed(1)
     bias = torch.randn(70, generator=g).to(kernel_device, p.dtype)
-    for rows in (0, 1, 20):
+    for rows in (0, 1, 3, 17):
         x = torch.randn(rows, 256, generator=g).to(kernel_device, p.dtype)
         y = run_fp4(x, tensors, bias, p)
         assert y.shape == (rows, 70) and y.dtype == p.dtype
         if rows:
             want = linear_reference(x.float(), operands, bias.float(), p)
             assert (y.float() - want).norm() < 1e-3 * want.norm()
+
+
+@interpreted_only
+def test_rows_at_strides_and_beyond_two_billion_elements(kernel_device):
+    operands, p = made("MXFP4", kernel_device)
+    w, w_scale, one, _ = pack_fp4(operands, p)
+    x, x_scale, config = w[:3], w_scale[:3], FP4Config(16, 64, 4, 2)
+    expected = fp4_gemm(x, x_scale, w, w_scale, one, None, torch.float16, config)
+    wide = torch.cat([x, x, x], 1)[:, 128:256]
+    for rows in (wide, far_apart(x)):
+        y = fp4_gemm(rows, x_scale, w, w_scale, one, None, torch.float16, config)
+        assert torch.equal(y, expected)
 
 
 def test_without_such_tensor_cores_weights_are_dequantized_when_loaded():

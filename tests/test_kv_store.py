@@ -22,6 +22,7 @@ from lowbit.kernels.rotary import Rotary, rotary_table, rotate_positions
 from lowbit.kernels.triton_ops import kv_store as triton_store
 
 from .attention_cases import stored_forms
+from .far_apart import far_apart
 
 pytestmark = pytest.mark.usefixtures("nan_outputs")
 
@@ -113,6 +114,17 @@ def test_rows_with_strides_and_no_tokens(kernel_device):
     none = Stored((None, None), tokens=0, device=kernel_device)
     out = triton_store.kv_store(none.q, none.k, none.v, *none.pools(), none.tokens, StoreOptions())
     assert out.shape == (0, 4, 32)
+
+
+def test_tokens_and_blocks_beyond_two_to_the_31_elements(kernel_device):
+    s = Stored((None, None), tokens=3, device=kernel_device)
+    near, far = s.pools(), s.pools()
+    expected = triton_store.kv_store(s.q, s.k, s.v, *near, s.tokens, StoreOptions())
+    keys = far[0]._replace(codes=far_apart(far[0].codes))
+    got = triton_store.kv_store(far_apart(s.q), s.k, far_apart(s.v), keys, far[1], s.tokens,
+                                StoreOptions())  # fmt: skip
+    assert torch.equal(got, expected)
+    assert torch.equal(keys.codes, near[0].codes) and torch.equal(far[1].codes, near[1].codes)
 
 
 def test_slots_of_minus_one_are_left_as_they_are(kernel_device):

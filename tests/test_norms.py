@@ -16,6 +16,8 @@ from lowbit.kernels.norm_ops import (
 )
 from lowbit.kernels.triton_ops import norms
 
+from .far_apart import far_apart
+
 pytestmark = pytest.mark.usefixtures("nan_outputs")
 TOLERANCE = {torch.float16: 3e-4, torch.bfloat16: 3e-3, torch.float32: 1e-6}
 SHAPES = [(1, 576), (3, 100), (17, 1025), (0, 64), (2, 3, 96), (1, 1)]
@@ -77,6 +79,15 @@ def test_rows_with_strides(kernel_device):
         norms.rms_norm(part, weight, 1e-5).out, norms.rms_norm(part.contiguous(), weight, 1e-5).out
     )
     assert torch.equal(norms.gated_mul(part, "silu"), norms.gated_mul(part.contiguous(), "silu"))
+
+
+def test_rows_beyond_two_billion_elements(kernel_device):
+    x = normal(3, 64, dtype=torch.float16, device=kernel_device)
+    weight, far = normal(64, dtype=torch.float32, device=kernel_device), far_apart(x)
+    near = norms.rms_norm(x, weight, 1e-5, x)
+    for got, expected in zip(norms.rms_norm(far, weight, 1e-5, far), near, strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(norms.gated_mul(far, "silu"), norms.gated_mul(x, "silu"))
 
 
 def test_what_does_not_fit_is_named(kernel_device):

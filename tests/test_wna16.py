@@ -20,6 +20,9 @@ from lowbit.kernels.wna16_layout import (
     unpack_words,
 )
 
+from .far_apart import far_apart
+
+pytestmark = pytest.mark.usefixtures("nan_outputs")
 CONFIG = GemmConfig(16, BLOCK_N, 3, 4, 2)
 
 
@@ -179,17 +182,8 @@ def test_rows_at_a_stride_and_every_output_written(kernel_device):
 
 
 def test_rows_beyond_two_billion_elements(kernel_device):
-    """Offsets are 64-bit: rows 2^30 elements apart, in memory of which little is used."""
     p = problem(in_features=128)
-    stride = 1 << 30
-    if kernel_device.type == "cuda" and torch.cuda.mem_get_info()[0] < 6 << 30:
-        pytest.skip("needs 6 GB of GPU memory")
-    try:
-        pool = torch.empty(2 * stride + 128, dtype=p.dtype, device=kernel_device)
-    except RuntimeError:
-        pytest.skip("cannot reserve 4 GB")
-    x = pool.as_strided((3, 128), (stride, 1))
-    x.copy_(inputs(p, 3, kernel_device))
+    x = far_apart(inputs(p, 3, kernel_device))
     operands = weight(p, kernel_device)
     y = wna16_gemm(x, pack_wna16(operands, p), None, format_of(p), CONFIG)
     assert_close(y, exactly(x, operands, None, p))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..norm_ops import Gate, Normed
 from .checks import check_tensor
-from .launch import Warps, launch
+from .launch import Warps, launch, launch_backend
 from .shim import jit, tl
 from .tiles import padded
 
@@ -105,5 +105,6 @@ def gated_mul(gate_up: Tensor, gate: Gate) -> Tensor:
     args = {"x_ptr": rows, "out_ptr": out, "x_row": rows.stride(0)}
     constants = {"WIDTH": width, "BLOCK": min(GATED_BLOCK, padded(width)), "GATE": gate}
     grid = (len(rows), -(-width // GATED_BLOCK))
-    launch(gated_mul_kernel, grid, args, constants, Warps(4, 1))
+    warps = 2 if launch_backend() == "hip" else 4  # of 64 threads there: 16 bytes for each
+    launch(gated_mul_kernel, grid, args, constants, Warps(warps, 1))
     return out.view(*gate_up.shape[:-1], width)
