@@ -8,7 +8,6 @@ running the base model once with recorders in place of its layers.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -16,22 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..kernels.errors import UserError
 from ..kernels.finite import all_finite
-from ..kernels.meta import parameters_on_meta
 from ..kernels.names import names_in_model
 from .causal_attention import use_causal_blocks
-from .config_sizes import check_sizes
 from .expert_shards import by_expert
 from .experts import check_experts_are_split, split_experts
+from .meta_model import build_on_meta, load_config
 from .recorder import LayerCall, Recorder, stand_ins
-from .safe_files import check_side_files
 from .shards import Shards, TensorSource
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the names of causal LMs end
 
 
 def forward_layer(layer: nn.Module, call: LayerCall) -> Tensor:
@@ -231,59 +226,6 @@ def owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds the parameter `name` below `root`, and its name there."""
     parent, _, leaf = name.rpartition(".")
     return root.get_submodule(parent), leaf
-
-
-def load_config(folder: Path) -> Any:
-    """The model's transformers config; UserError when transformers does not know it."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: it is not a Hugging Face model folder")
-    check_side_files(folder)
-    check_sizes(folder / "config.json")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as e:  # transformers raises whatever its config classes' checks raise
-        raise UserError(
-            f"{folder / 'config.json'} is not a config that transformers knows: {_reason(e)}"
-        ) from e
-
-
-def build_on_meta(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The causal LM of `config` with parameters on meta; UserError when there is none."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"{folder} is an encoder-decoder model ({config.model_type}); lowbit takes causal LMs"
-        )
-    try:
-        with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            ).eval()
-    except ValueError as e:
-        raise UserError(
-            f"{folder} is not a causal language model (model_type '{config.model_type}'): "
-            f"{_reason(e)}"
-        ) from e
-    except (
-        RuntimeError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError,
-        ImportError,
-    ) as e:  # fmt: skip
-        raise UserError(f"no model can be built from {folder / 'config.json'}: {_reason(e)}") from e
-    made_as = getattr(config, "architectures", None) or [type(model).__name__]
-    if not isinstance(made_as, list) or not all(isinstance(a, str) for a in made_as):
-        raise UserError(
-            f"{folder / 'config.json'}: 'architectures' must be a list of names, got {made_as!r}"
-        )
-    if not any(a.endswith(CAUSAL) or a == type(model).__name__ for a in made_as):
-        raise UserError(
-            f"{folder} holds a {made_as[0]}, not a causal language model; give one whose "
-            "'architectures' in config.json name a ...ForCausalLM"
-        )
-    return model
-
-
-def _reason(e: Exception) -> str:
-    """Another library's message on one line, or its kind where it has none."""
-    return textwrap.shorten(str(e), 240, placeholder=" ...") or type(e).__name__
 
 
 def find_decoder_layers(model: Any) -> dict[str, nn.Module]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calib.model import load_config
+from ..calib.meta_model import load_config
 from ..calib.safetensors_file import read_header
 from ..calib.shards import INDEX, Shards
 from ..calib.text import load_tokenizer

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..calib.expert_shards import fuse_experts
 from ..calib.experts import split_experts, split_modules
-from ..calib.model import build_on_meta, load_config
+from ..calib.meta_model import build_on_meta, load_config
 from ..calib.shards import Shards
 from ..kernels.errors import UserError
 from ..kernels.float32_linears import float32_linears

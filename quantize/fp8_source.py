@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..calib.model import LayeredModel, load_config
+from ..calib.meta_model import load_config
+from ..calib.model import LayeredModel
 from ..calib.shards import Shards, TensorInfo, TensorSource
 from ..kernels.affine import dequantize_affine
 from ..kernels.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowbit.calib.model import build_on_meta, load_config
+from lowbit.calib.meta_model import build_on_meta, load_config
 from lowbit.calib.safe_files import CONFIG, INDEX, DamagedFile, JsonLimits, parse_json, read_json
 from lowbit.calib.safetensors_file import read_header
 from lowbit.calib.shards import Shards

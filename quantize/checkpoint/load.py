@@ -78,7 +78,7 @@ class Checkpoint:
 
     def transformers_config(self) -> Any:
         """The model's transformers config, without its quantization; UserError when unknown."""
-        from ...calib.model import load_config  # slow: transformers
+        from ...calib.meta_model import load_config  # slow: transformers
 
         config = load_config(self.folder)
         vars(config).pop("quantization_config", None)
@@ -92,7 +92,7 @@ class Checkpoint:
         """
         from ...calib.expert_shards import by_expert
         from ...calib.experts import split_experts
-        from ...calib.model import build_on_meta
+        from ...calib.meta_model import build_on_meta
 
         model = build_on_meta(self.folder, config, dtype)
         split_experts(model)

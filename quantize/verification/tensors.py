@@ -55,7 +55,7 @@ def build_model(
     """
     from ...calib.expert_shards import by_expert
     from ...calib.experts import split_experts
-    from ...calib.model import build_on_meta, load_config
+    from ...calib.meta_model import build_on_meta, load_config
 
     try:
         check_sizes(folder / "config.json")
