@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.errors import UserError
 from .estimate import Estimate, ratio_estimate
+from .kld_bins import KLD_EDGES
 from .perplexity import CHUNK, Scorer, log_probabilities, negative_log_likelihood
 from .windows import Window
 
@@ -45,7 +46,8 @@ class Divergence(NamedTuple):
     is far below those of the two. (exp of it: the ratio of the perplexities.) `top5_overlap`: share
     of the base's five likeliest tokens that are among the model's. `probability_rms`: root mean
     square, over the scored tokens, of the model's probability of the text's token less the base's;
-    `probability_mean`: the mean of that. `confidence`: by how sure the base is.
+    `probability_mean`: the mean of that. `confidence`: by how sure the base is. `histogram`: how
+    many positions are below the first of KLD_EDGES, between each two, and from the last on.
     """
 
     kld_mean: float
@@ -68,6 +70,7 @@ class Divergence(NamedTuple):
     probability_mean: float
     probability_mean_stderr: float | None
     confidence: tuple[ConfidenceBucket, ...]
+    histogram: tuple[int, ...] | None = None
 
 
 class PositionStats(NamedTuple):
@@ -138,6 +141,7 @@ class DivergenceTally:
             probability_mean=change.mean,
             probability_mean_stderr=change.stderr,
             confidence=buckets(self._buckets),
+            histogram=histogram(kld),
         )
 
 
@@ -185,6 +189,13 @@ def buckets(sums: Tensor) -> tuple[ConfidenceBucket, ...]:
         ConfidenceBucket(low, high, int(n), kld / n if n else None, same / n if n else None)
         for (low, high), (n, kld, same) in zip(edges, sums.tolist(), strict=True)
     )
+
+
+def histogram(kld: Tensor) -> tuple[int, ...]:
+    """How many of divergences float64 [n], in nats, lie in each bin of kld_bins.py."""
+    edges = torch.tensor(KLD_EDGES, dtype=kld.dtype)
+    places = torch.bucketize(kld, edges, right=True)
+    return tuple(torch.bincount(places, minlength=len(KLD_EDGES) + 1).tolist())
 
 
 def root(square: Estimate) -> Estimate:

@@ -166,6 +166,8 @@ def _figures(group: Json, place: int) -> Iterator[Block]:
         yield Figure("throughput", "Divergence against output tokens/s of serving", place)
     if compared:
         yield Figure("quantiles", "Divergence of the worst positions", place)
+    if any(row["divergence"].get("histogram") for row in compared):
+        yield Figure("histogram", "How many positions diverge how far", place)
     if any(row["layers"] for row in group["rows"]):
         yield Figure("layers", "Calibration error and bits by decoder layer", place)
     yield from serving_figures(group["rows"], place)

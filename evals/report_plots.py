@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .kld_bins import KLD_EDGES
 from .report_history import draw_history
 from .report_serving_plots import draw_latency, draw_memory
 from .report_style import COLOURS
@@ -83,18 +84,22 @@ def _style(group: Json, row: Json) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
-def _logarithmic(axes: Axes) -> None:
-    """A logarithmic y axis whose ticks are plain numbers: matplotlib's own are mathematical
-    text, which is not parsed here."""
+def _plain_ticks(decades: bool) -> Any:
+    """Plain numbers at a logarithmic axis, where there is room: matplotlib's own are mathematical
+    text, which is not parsed here. decades: these alone."""
     from matplotlib.ticker import LogFormatter
 
     class Plain(LogFormatter):
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""
 
+    return Plain(labelOnlyBase=decades)
+
+
+def _logarithmic(axes: Axes) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(Plain(labelOnlyBase=True))
-    axes.yaxis.set_minor_formatter(Plain(labelOnlyBase=False))
+    axes.yaxis.set_major_formatter(_plain_ticks(True))
+    axes.yaxis.set_minor_formatter(_plain_ticks(False))
 
 
 def _short(label: str) -> str:
@@ -167,6 +172,27 @@ def _quantiles(axes: list[Axes], group: Json) -> None:
     axes[0].legend(fontsize=9)
 
 
+def _histogram(axes: list[Axes], group: Json) -> None:
+    """The share of positions in each bin; both ends are drawn as wide as the others."""
+    step = KLD_EDGES[1] / KLD_EDGES[0]
+    edges = [KLD_EDGES[0] / step, *KLD_EDGES, KLD_EDGES[-1] * step]
+    drawn = [(_short(r["label"]), r["divergence"], _style(group, r)["color"])
+             for r in _compared(group)]  # fmt: skip
+    if (floor := group["noise_floor"]) is not None:
+        drawn.append(("noise floor", floor, INK))
+    for label, found, colour in drawn:
+        if (counts := found.get("histogram")) is not None:
+            shares = [100 * count / found["positions"] for count in counts]
+            axes[0].stairs(shares, edges, color=colour, label=label, linewidth=1.5)
+    axes[0].set_xscale("log")
+    axes[0].xaxis.set_major_formatter(_plain_ticks(True))
+    axes[0].xaxis.set_minor_formatter(_plain_ticks(False))
+    axes[0].set_xlabel("KLD of a position, nats")
+    axes[0].set_ylabel("% of positions")
+    axes[0].grid(True)
+    axes[0].legend(fontsize=9)
+
+
 def _layers(axes: list[Axes], group: Json) -> None:
     rows = [row for row in group["rows"] if row["layers"]]
     for ax, key, label in zip(
@@ -191,6 +217,7 @@ PLOTS: dict[str, tuple[Draw, int]] = {  # how, and in how many panels
     "speed": (_speed, 1),
     "throughput": (_throughput, 1),
     "quantiles": (_quantiles, 1),
+    "histogram": (_histogram, 1),
     "layers": (_layers, 2),
     "latency": (draw_latency, 2),
     "memory": (draw_memory, 1),

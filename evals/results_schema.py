@@ -29,7 +29,7 @@ DIVERGENCE = record({
     "top5_overlap_stderr": maybe(NUMBER), "probability_rms": SHARE,
     "probability_rms_stderr": maybe(NUMBER), "probability_mean": NUMBER,
     "probability_mean_stderr": maybe(NUMBER), "confidence": {"type": "array", "items": BUCKET},
-})  # fmt: skip
+}, {"histogram": maybe({"type": "array", "items": COUNT})})  # fmt: skip
 SIZE = record({
     "file_bytes": COUNT, "tensor_bytes": COUNT, "weights": maybe(COUNT),
     "bits_per_weight": maybe(NUMBER), "quantized_weights": maybe(COUNT),

@@ -13,6 +13,7 @@ from lowbit.evals.bench.roofline import Ceilings, Phase
 from lowbit.evals.bench.served import Cell, QuantileSpreads, Ratio, Served, describe
 from lowbit.evals.bench.session import Bench, Roofline
 from lowbit.evals.divergence import CONFIDENCE, ConfidenceBucket, Divergence
+from lowbit.evals.kld_bins import KLD_EDGES
 from lowbit.evals.linears import LinearResult
 from lowbit.evals.perplexity import Perplexity
 from lowbit.evals.report import Environment, Protocol, Report, Row, plain
@@ -73,6 +74,7 @@ def _divergence(kld: float) -> Divergence:
                              if high < 1 else (None, None)))
             for low, high in pairs
         ),
+        histogram=(192, *([500] * (len(KLD_EDGES))),),
     )  # fmt: skip
 
 

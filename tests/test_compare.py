@@ -20,7 +20,7 @@ from lowbit.evals.results import read_results
 from lowbit.evals.summary import grade, summarize
 from lowbit.evals.windows import Windowing
 from lowbit.kernels.errors import UserError
-from lowbit.quantize.cli.compare import compare
+from lowbit.quantize.cli.compare import _candidates, compare
 from lowbit.quantize.gguf.as_folder import contents
 from lowbit.quantize.gguf.export import export_gguf
 from lowbit.quantize.gguf.reader import GGUFFile
@@ -173,6 +173,13 @@ def test_what_the_model_cannot_have_is_left_out_and_named(
     assert list(results["errors"]) == ["W4A16/rtn"]
     with pytest.raises(UserError, match="nothing that was named can be made, first W4A16/rtn: "):
         run(shallow, story, tmp_path / "other", *asked)
+
+
+def test_a_group_size_is_that_of_the_schemes_with_groups() -> None:
+    schemes = ["W4A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4"]
+    found = _candidates(",".join(schemes), "rtn", "", 64, {"source": "pydoc"})
+    sizes = [c.recipe.passes[-1].group_size for c in found if c.recipe is not None]  # type: ignore[union-attr]
+    assert sizes == [64, None, None, None, None]
 
 
 def sample_rows() -> list[dict[str, Any]]:

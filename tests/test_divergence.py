@@ -14,7 +14,9 @@ from lowbit.evals.divergence import (
     bucket_sums,
     buckets,
     compare_positions,
+    histogram,
 )
+from lowbit.evals.kld_bins import KLD_EDGES
 from lowbit.evals.windows import Window
 from torch import Tensor
 
@@ -87,6 +89,17 @@ def test_quantiles_over_all_windows_are_numpys() -> None:
                     ("kld_p999", 0.999), ("kld_max", 1.0)):  # fmt: skip
         assert getattr(found, name) == pytest.approx(np.quantile(kld, q), rel=1e-6), name
     assert found.kld_p90 < found.kld_p95 < found.kld_p99 < found.kld_p999 < found.kld_max
+
+
+def test_the_histogram_counts_each_position_once() -> None:
+    values = [0.0, 9e-7, 1e-6, 2e-6, 0.1, 0.31, 0.32, 5.0, 40.0]
+    found = histogram(torch.tensor(values, dtype=torch.float64))
+    assert len(found) == len(KLD_EDGES) + 1 and sum(found) == len(values)
+    assert found[0] == 2, "below the first edge"
+    assert found[1] == 2 and found[-1] == 1, "an edge belongs to the bin above it"
+    edges = [-math.inf, *KLD_EDGES, math.inf]
+    for count, low, high in zip(found, edges, edges[1:], strict=False):
+        assert count == sum(low <= v < high for v in values), (low, high)
 
 
 def test_top_five_are_counted_as_sets() -> None:

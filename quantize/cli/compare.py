@@ -140,6 +140,15 @@ def _listed(names: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
+def _grouped(scheme: str, group_size: int | None) -> int | None:
+    """The group size where the scheme has groups whose size may be chosen."""
+    from ..spec import Group, scheme_from_name
+
+    weights = scheme_from_name(scheme).weights
+    chosen = isinstance(weights.granularity, Group) and weights.scale_dtype == "model"
+    return group_size if chosen else None
+
+
 def _candidates(
     schemes: str, methods: str, gguf: str, group_size: int | None, calibration: dict[str, Any]
 ) -> list[Candidate]:
@@ -149,7 +158,7 @@ def _candidates(
     found = []
     for scheme in _listed(schemes):
         for method in _listed(methods):
-            named = {"scheme": scheme, "group_size": group_size}
+            named = {"scheme": scheme, "group_size": _grouped(scheme, group_size)}
             preset = method if method in PRESETS else None
             named |= {} if preset else {"method": method}
             recipe = build_recipe(None, named, {}, calibration, {}, preset=preset)
