@@ -58,5 +58,5 @@ def _stored(store, o: Operands, s: PoolShape, heads: int) -> tuple[Tensor, ...]:
     options = StoreOptions(Rotary(cos, sin), HeadNorm(weights[0], weights[1], 1e-5), True)
     q, k, v = qkv.split([heads, s.kv_heads, s.kv_heads], 1)
     turned = store(q, k, v, keys, values, NewTokens(positions, slots), options)
-    parts = (pool[part] for pool in (keys, values) for part in (0, 2, 3))
+    parts = (part for pool in (keys, values) for part in (pool.codes, pool.scale, pool.offset))
     return turned, *(part for part in parts if part is not None)

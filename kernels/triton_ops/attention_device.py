@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 """Device functions of attention over blocks: which sequence, which keys, in what form they come."""
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ def fit_rows(x0, x1, PARTS: tl.constexpr, dtype: tl.constexpr):
 
 @jit
 def load_tile(
-    pool, block, key, inside, BLOCK_SIZE: tl.constexpr, SCALES: tl.constexpr,
+    pool, block, key, inside, UNIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALES: tl.constexpr,
     OFFSETS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Entries of keys [keys], which lie in `block`, as a tile [keys, PAD] of rows of WIDTH, and
     each key's scale and offset, float16, where SCALES is "token".
 
     pool: pointers to codes, scales and offsets; where the head begins in the latter two; steps of
-    codes from block to block and from slot to slot, those of scales.
+    codes from block to block and from slot to slot, in UNITs of entries; those of scales.
     """
     ptr, scale_ptr, offset_ptr, scale_first, block_step, slot_step, scale_block, scale_slot = pool
     channel = tl.arange(0, PAD)
@@ -78,7 +79,7 @@ def load_tile(
     if WIDTH < PAD:
         mask = mask & (channel < WIDTH)[None, :]
     block, slot = block.to(tl.int64), key % BLOCK_SIZE
-    at = block * block_step + slot * slot_step
+    at = (block * block_step + slot * slot_step) * UNIT
     x = tl.load(ptr + at[:, None] + channel[None, :], mask=mask, other=0)
     scale = inside.to(tl.float16)
     offset = scale

@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 """Latent attention in Triton: kernels/mla_ops.py says what is computed.
 
 A program takes a tile of rows (heads of the new tokens of one sequence) over SPLIT entries, and the
@@ -60,7 +61,8 @@ def mla_kernel(
     scale_slot, table_seq,
     RANK: tl.constexpr, ROTATED: tl.constexpr, RANK_PAD: tl.constexpr, ROTATED_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, BITS: tl.constexpr, IS_FP8: tl.constexpr, SCALES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences x tiles of rows, splits. SCALES: "none", "static" or "token"."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -101,10 +103,10 @@ def mla_kernel(
         key = start + tl.arange(0, BLOCK_N)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
         latent_next, entry_next, no_offset = load_tile(
-            latent_pool, block, key, key < end, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
+            latent_pool, block, key, key < end, UNIT, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
         )
         rotated_next, no_scale, no_offset = load_tile(
-            rotated_pool, block, key, key < end, BLOCK_SIZE, "none", False, ROTATED_ROW,
+            rotated_pool, block, key, key < end, UNIT, BLOCK_SIZE, "none", False, ROTATED_ROW,
             ROTATED_ROW_PAD,
         )  # fmt: skip
         key += BLOCK_N
@@ -118,10 +120,10 @@ def mla_kernel(
             ahead = key
             block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
         latent_next, entry_next, no_offset = load_tile(
-            latent_pool, block, ahead, ahead < end, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
+            latent_pool, block, ahead, ahead < end, UNIT, BLOCK_SIZE, SCALES, False, ROW, ROW_PAD
         )
         rotated_next, no_scale, no_offset = load_tile(
-            rotated_pool, block, ahead, ahead < end, BLOCK_SIZE, "none", False, ROTATED_ROW,
+            rotated_pool, block, ahead, ahead < end, UNIT, BLOCK_SIZE, "none", False, ROTATED_ROW,
             ROTATED_ROW_PAD,
         )  # fmt: skip
         if HOLD:
@@ -182,8 +184,8 @@ def mla_decode(
     part_lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
     row_tiles = -(-batch.max_query_len * heads // tiles.block_m)
     fmt = cache.fmt
-    held = words_of(cache)
-    codes = held.stride()
+    held, unit = words_of(cache)
+    codes = [step // unit for step in held.stride()]
     scales = cache.scale.stride() if cache.scale is not None else (0,) * 4
     args = {
         "q_ptr": q,
@@ -216,6 +218,7 @@ def mla_decode(
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "SPLIT": tiles.split,
+        "UNIT": unit,
         "BITS": 16 if fmt is None else 8,
         "IS_FP8": fmt is not None and fmt.kind == "float",
         "SCALES": scales_of(fmt, width),

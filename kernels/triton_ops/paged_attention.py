@@ -113,10 +113,11 @@ def _launch(
     group = heads // keys.kv_heads
     one_tile = batch.max_query_len <= tiles.block_m // group
     row_tiles = seqs if one_tile else tokens // (tiles.block_m // group) + seqs
+    (held_k, unit_k), (held_v, unit_v) = words_of(keys), words_of(values)
     args = {
         "q_ptr": q,
-        **pool_args("k", keys, "k", words_of(keys)),
-        **pool_args("v", values, "v", words_of(values)),
+        **pool_args("k", keys, "k", held_k, unit_k),
+        **pool_args("v", values, "v", held_v, unit_v),
         "table_ptr": batch.block_tables,
         "context_ptr": batch.context_lens,
         "cu_ptr": batch.cu_seqlens_q,
@@ -145,6 +146,8 @@ def _launch(
         "ONE_TILE": one_tile,
         **pool_constants("K", keys, 16),
         **pool_constants("V", values, 16),
+        "K_UNIT": unit_k,
+        "V_UNIT": unit_v,
         "WINDOW": options.sliding_window is not None,
         "SOFTCAP": options.softcap is not None,
         "SINKS": options.sinks is not None,
@@ -155,14 +158,21 @@ def _launch(
     launch(attention_kernel, grid, args, constants, tiles.warps)
 
 
-def words_of(pool: BlockPool) -> Tensor:
-    """Codes as the kernels read them: int32 words of four bytes; floats as they are."""
-    return pool.codes if pool.fmt is None else pool.codes.view(torch.int32)
+def words_of(pool: BlockPool) -> tuple[Tensor, int]:
+    """Codes as attention reads them, int32 words of four bytes, and what their strides are counted
+    in: 4 words where that divides them, so that 16 bytes are loaded at once. Floats as they are."""
+    if pool.fmt is None:
+        return pool.codes, 1
+    words = pool.codes.view(torch.int32)
+    return words, 1 if any(step % 4 for step in words.stride()[:3]) else 4
 
 
-def pool_args(side: str, pool: BlockPool, codes: str, held: Tensor) -> dict[str, Any]:
-    """Pointers and strides of the pool called `side` in a kernel, and its codes `codes`, `held`."""
-    strides = held.stride()
+def pool_args(
+    side: str, pool: BlockPool, codes: str, held: Tensor, unit: int = 1
+) -> dict[str, Any]:
+    """Pointers and strides of the pool called `side` in a kernel, and its codes `codes`, `held`,
+    whose strides are in `unit` entries."""
+    strides = [step // unit for step in held.stride()]
     scale = pool.scale.stride() if pool.scale is not None else (0,) * 4
     axes = ("block", "head", "slot")
     return {

@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 """The attention kernel; kernels/triton_ops/paged_attention.py says how it is used.
 
 A program takes a tile of rows (the query heads of one kv head, for as many tokens of one sequence
@@ -40,13 +41,14 @@ def attention_kernel(
     HEAD_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     ONE_TILE: tl.constexpr, K_BITS: tl.constexpr, K_FP8: tl.constexpr, K_SCALES: tl.constexpr,
-    K_GROUP: tl.constexpr, K_OFFSETS: tl.constexpr, K_PAD: tl.constexpr, V_BITS: tl.constexpr,
-    V_FP8: tl.constexpr, V_SCALES: tl.constexpr, V_GROUP: tl.constexpr, V_OFFSETS: tl.constexpr,
-    V_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ALIBI: tl.constexpr, ASM: tl.constexpr,
+    K_GROUP: tl.constexpr, K_OFFSETS: tl.constexpr, K_PAD: tl.constexpr, K_UNIT: tl.constexpr,
+    V_BITS: tl.constexpr, V_FP8: tl.constexpr, V_SCALES: tl.constexpr, V_GROUP: tl.constexpr,
+    V_OFFSETS: tl.constexpr, V_PAD: tl.constexpr, V_UNIT: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows, kv heads, splits. K_SCALES, V_SCALES: "none", "static" (one a kv head),
     "token" (one a key and head) or "group". K_PAD, V_PAD: powers of two that hold a row's entries.
+    K_UNIT, V_UNIT: what steps of codes are counted in: it divides them, as the compiler must know.
     SPLIT: keys of a program, all where it is 0; then lse is natural, else that of a part, in log2.
     """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -105,10 +107,10 @@ def attention_kernel(
         seen_from = tl.maximum(context - tokens + local - window + 1, 0)
         start = tl.maximum(start, seen_from // BLOCK_N * BLOCK_N)
     table_ptr += seq.to(tl.int64) * table_seq
-    k_pool = (k_ptr + kv_head * k_head, k_scale_ptr, k_offset_ptr, kv_head * ks_head, k_block,
-              k_slot, ks_block, ks_slot)  # fmt: skip
-    v_pool = (v_ptr + kv_head * v_head, v_scale_ptr, v_offset_ptr, kv_head * vs_head, v_block,
-              v_slot, vs_block, vs_slot)  # fmt: skip
+    k_pool = (k_ptr + kv_head * k_head * K_UNIT, k_scale_ptr, k_offset_ptr, kv_head * ks_head,
+              k_block, k_slot, ks_block, ks_slot)  # fmt: skip
+    v_pool = (v_ptr + kv_head * v_head * V_UNIT, v_scale_ptr, v_offset_ptr, kv_head * vs_head,
+              v_block, v_slot, vs_block, vs_slot)  # fmt: skip
     peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc0 = tl.zeros((BLOCK_M, V_PAD), tl.float32)
@@ -116,10 +118,10 @@ def attention_kernel(
     if HOLD:
         key = start + tl.arange(0, BLOCK_N)
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
-        k_next, ks_next, ko_next = load_tile(k_pool, block, key, key < end, BLOCK_SIZE, K_SCALES,
-                                             K_OFFSETS, K_ROW, K_ROW_PAD)  # fmt: skip
-        v_next, vs_next, vo_next = load_tile(v_pool, block, key, key < end, BLOCK_SIZE, V_SCALES,
-                                             V_OFFSETS, V_ROW, V_ROW_PAD)  # fmt: skip
+        k_next, ks_next, ko_next = load_tile(k_pool, block, key, key < end, K_UNIT, BLOCK_SIZE,
+                                             K_SCALES, K_OFFSETS, K_ROW, K_ROW_PAD)  # fmt: skip
+        v_next, vs_next, vo_next = load_tile(v_pool, block, key, key < end, V_UNIT, BLOCK_SIZE,
+                                             V_SCALES, V_OFFSETS, V_ROW, V_ROW_PAD)  # fmt: skip
         key += BLOCK_N
         block_next = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0)
     for begin in range(start, end, BLOCK_N):
@@ -131,9 +133,9 @@ def attention_kernel(
             block, ahead = block_next, key + BLOCK_N
         else:
             block, ahead = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0), key
-        k_next, ks_next, ko_next = load_tile(k_pool, block, ahead, ahead < end, BLOCK_SIZE,
+        k_next, ks_next, ko_next = load_tile(k_pool, block, ahead, ahead < end, K_UNIT, BLOCK_SIZE,
                                              K_SCALES, K_OFFSETS, K_ROW, K_ROW_PAD)  # fmt: skip
-        v_next, vs_next, vo_next = load_tile(v_pool, block, ahead, ahead < end, BLOCK_SIZE,
+        v_next, vs_next, vo_next = load_tile(v_pool, block, ahead, ahead < end, V_UNIT, BLOCK_SIZE,
                                              V_SCALES, V_OFFSETS, V_ROW, V_ROW_PAD)  # fmt: skip
         if HOLD:
             ahead += BLOCK_N
