@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Ceilings(NamedTuple):
@@ -46,3 +49,22 @@ class Speed(NamedTuple):
             share = self.bandwidth_share(ceilings)
             found.append(f"{share:.0%} of copy bandwidth, under {self.bandwidth_bar:.0%}")
         return found
+
+
+def each(items: Iterable[T], measure: Callable[[T], Speed]) -> Iterator[Speed]:
+    """The speed of each of `items`. One that fails costs its own row; RuntimeError, naming all that
+    did, comes last."""
+    failed = []
+    for item in items:
+        try:
+            yield measure(item)
+        except Exception as e:  # a compiler's or a driver's; all are findings here
+            failed.append(f"{item}: {first_line(e)}")
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def first_line(error: Exception) -> str:
+    """Its kind, and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -15,7 +15,7 @@ from ..kernels.attention_ops import AttentionOptions
 from ..kernels.cases.case import Maker
 from ..kernels.cases.pools import PoolShape, batch_of, batch_operands, pool_of, pool_operands
 from ..kernels.triton_ops.paged_attention import paged_attention
-from .gpu_speed import Speed
+from .gpu_speed import Speed, each
 from .gpu_timer import copies_needed, seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama 3 8B's
@@ -50,18 +50,21 @@ def speeds(name: str) -> Iterator[Speed]:
     """The rows of the table for one of `names()`, by how keys and values are stored."""
     seqs, context = _asked(name)
     theirs = _sdpa_seconds(seqs, context)
-    for form in BARS:
+
+    def measure(form: str) -> Speed:
+        nonlocal theirs
         copies = copies_needed(seqs * context * KV_HEADS * HEAD_DIM)
         calls, moved = _calls(form, seqs, context, copies)
         ours, is_long = seconds(calls), context >= BAR_CONTEXT
-        yield Speed(
+        speed = Speed(
             f"decode {form}, {seqs} sequences", context, "paged_attention", ours, theirs, moved,
             4 * HEADS * HEAD_DIM * seqs * context, BARS[form] if is_long else 0.0,
             BANDWIDTH_BAR if is_long else 0.0,
         )  # fmt: skip
-        if form == "dense":
-            theirs = ours
-        del calls
+        theirs = ours if form == "dense" else theirs
+        return speed
+
+    yield from each(BARS, measure)
 
 
 def _calls(

@@ -11,7 +11,7 @@ from ..kernels.activations import ActivationFormat
 from ..kernels.elements import E4M3, int_elements
 from ..kernels.linear_ops import LinearProblem, choose_linear
 from .gpu_operands import packed_bytes, random_operands
-from .gpu_speed import Speed
+from .gpu_speed import Speed, each
 from .gpu_timer import copies_needed, seconds
 
 SHAPES = {
@@ -71,16 +71,19 @@ def speeds(name: str) -> Iterator[Speed]:
         torch.randn(p.out_features, p.in_features, device="cuda", dtype=p.dtype)
         for _ in range(copies_needed(dense_bytes))
     ]
-    for rows in ROWS[scheme]:
+
+    def measure(rows: int) -> Speed:
         x = torch.randn(rows, p.in_features, device="cuda", dtype=p.dtype)
         ours = seconds([lambda x=x, t=t: kernel.run(x, t, None, p) for t in packed])
         theirs = seconds([lambda x=x, w=w: F.linear(x, w) for w in dense])
         moved = sum(t.nbytes for t in packed[0]) + x.nbytes + 2 * rows * p.out_features
         operations = 2 * rows * p.out_features * p.in_features
-        yield Speed(
+        return Speed(
             name, rows, kernel.name, ours, theirs, moved, operations, _bar(scheme, rows),
             0.8 if scheme == "W4A16" and rows <= 16 else 0.0,
         )  # fmt: skip
+
+    yield from each(ROWS[scheme], measure)
 
 
 def _bar(scheme: str, rows: int) -> float:

@@ -19,7 +19,7 @@ import torch
 from ..kernels.cases import all_cases
 from ..kernels.cases.case import Case
 from ..kernels.cases.check import check_case
-from .gpu_speed import Ceilings
+from .gpu_speed import Ceilings, first_line
 
 
 def main() -> None:
@@ -81,11 +81,6 @@ def checked_faults(case: Case, device: str, seed: int) -> list[str]:
         return [first_line(e)]
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lowbit.evals import gpu_check, gpu_speed_attention, gpu_speed_linear
 from lowbit.evals.gpu_check import Report, table
-from lowbit.evals.gpu_speed import Ceilings, Speed
+from lowbit.evals.gpu_speed import Ceilings, Speed, each
 from lowbit.evals.gpu_timer import copies_needed
 from lowbit.evals.gpu_worker import checked_faults
 from lowbit.evals.gpu_workers import Worker, do_all
@@ -90,6 +90,19 @@ def test_the_table_and_the_file_hold_every_row(tmp_path: Path):
     for said in ("NVIDIA H200", "triton 3.7.1", "copy 4.00 TB/s", "right", "wrong", "4.00x", "met",
                  "ended with -11", "speed W4A16 8B: no answer in time"):  # fmt: skip
         assert said in text, said
+
+
+def test_a_size_that_fails_costs_its_own_row():
+    def measure(size: int) -> Speed:
+        if size % 2:
+            raise ValueError("out of shared memory\nmore")
+        return SPEED._replace(size=size)
+
+    rows: list[int] = []
+    with pytest.raises(RuntimeError) as e:
+        for speed in each([2, 3, 4, 5], measure):
+            rows.append(speed.size)
+    assert rows == [2, 4] and str(e.value).startswith("3: ValueError: out of shared memory; 5: ")
 
 
 def test_operands_together_exceed_the_cache():
