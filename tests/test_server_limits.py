@@ -186,6 +186,22 @@ def test_a_body_that_does_not_come_and_a_reader_that_does_not_read_are_left(fold
         server.idle()
 
 
+@pytest.mark.parametrize("said", [b"", b"GET /ver", b"GET /version HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_connection_without_a_whole_header_is_ended(folder, before, said):
+    with served(lambda: LLM(folder, "cpu", "float32"), ready=False, client_timeout=1.0) as server:
+        until(lambda: server.server.started)
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as half:
+            half.sendall(before)
+            if before:
+                assert b" 200 " in half.recv(1000)
+            half.sendall(said)
+            while half.recv(1000):  # what is left of the answer, then the server's end
+                pass
+        assert server.http.get("/version").status_code == 200
+
+
 def test_while_it_loads_it_lives_and_is_not_ready(folder):
     loading = threading.Event()
 

@@ -64,7 +64,7 @@ class Frame:
         try:
             await self._app(scope, receive, self._send(context, send))
         except ClientGone:
-            context.outcome = "client_gone"
+            context.outcome, context.status = "client_gone", context.status or 499
         except asyncio.CancelledError:  # by uvicorn, when the time to drain is over
             context.outcome = "shut_down"
             if context.status is None:

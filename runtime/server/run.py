@@ -94,6 +94,7 @@ def make_server(service: Service) -> Any:
     import uvicorn
 
     from .app import make_app
+    from .connection import make_protocol
     from .logs import log
 
     class Server(uvicorn.Server):
@@ -126,6 +127,7 @@ def make_server(service: Service) -> Any:
     config = uvicorn.Config(
         make_app(service, stop), lifespan="on", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=drain,
+        http=make_protocol(service.settings.client_timeout),
     )  # fmt: skip
     server = Server(config)
     return server
