@@ -1,13 +1,14 @@
 """Hours of a server's life in minutes: many clients, some of which leave or read slowly.
 
-    python -m lowbit.evals.server_soak MODEL [--seconds 600] [--clients 64] [--seed 0]
+    python -m lowbit.evals.server_soak MODEL [--seconds 600] [--requests N] [--clients 64]
 
-starts `quantize serve MODEL` on a free port of this machine and sends it random requests. Of each
-ten one hangs up in the middle of its stream and one reads slowly; a few connections stay open with
-half a request in them. Every second the server's memory is noted. It ends well (exit code 0) where
+starts `quantize serve MODEL` on a free port of this machine and sends it random requests, for so
+long or so many. Of each ten one hangs up in the middle of its stream and one reads slowly. Eight
+more connections say nothing, half a header or half a body, and come again when the server has ended
+them. Every half second the server's memory is noted. It ends well (exit code 0) where
 
 - every request was answered, refused with Retry-After, or left by its client;
-- a moment later nothing runs or waits, and no KV block is in use;
+- a moment later nothing runs or waits, no KV block is in use, and no connection is open;
 - the server's memory in the last third is at most 5% above what it was after the first;
 - SIGTERM ends it with 0.
 """
@@ -36,6 +37,8 @@ COMMAND = "from lowbit.quantize.cli import main; main()"
 GROWTH = 1.05  # of the memory, from the first third's end to the last third
 SLOW_SECONDS = 0.02  # between two lines that a slow client reads
 HALF_OPEN = 8
+_HEADER = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HALVES = (b"", _HEADER, _HEADER + b"content-length: 100\r\n\r\n{")
 SETTLE_SECONDS = 30.0
 START_SECONDS = 600.0
 
@@ -43,11 +46,12 @@ START_SECONDS = 600.0
 @dataclass
 class Tally:
     """ends: how many requests ended how. wrong: what should not have come, in words. tokens: of
-    whole answers."""
+    whole answers. half_open: connections without a whole request that the server has ended."""
 
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     tokens: int = 0
+    half_open: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,17 +75,19 @@ async def put_under(url: str, load: Load) -> Tally:
         raise UserError("the soak needs httpx2: pip install 'lowbit[evals]'") from e
     tally, end = Tally(), time.monotonic() + load.seconds
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.clients)
-    async with (
-        httpx2.AsyncClient(base_url=url, timeout=300.0, limits=limits) as http,
-        contextlib.AsyncExitStack() as open_ones,
-    ):
-        for _ in range(HALF_OPEN):
-            await _half_open(url, open_ones)
+    async with httpx2.AsyncClient(base_url=url, timeout=300.0, limits=limits) as http:
+        halves = [
+            asyncio.create_task(_half_open(url, HALVES[number % len(HALVES)], tally))
+            for number in range(HALF_OPEN)
+        ]
         clients = [
             _client(http, load, random.Random(load.seed * 100_003 + number), end, tally)
             for number in range(load.clients)
         ]
         await asyncio.gather(*clients)
+        for half in halves:
+            half.cancel()
+        await asyncio.gather(*halves, return_exceptions=True)
     return tally
 
 
@@ -152,12 +158,18 @@ def _refused(answer: Any, tally: Tally) -> bool:
     return True
 
 
-async def _half_open(url: str, stack: contextlib.AsyncExitStack) -> None:
-    """A connection that never says all of its request."""
+async def _half_open(url: str, said: bytes, tally: Tally) -> None:
+    """A connection that never says all of its request, again and again."""
     parts = urlsplit(url)
-    _, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    stack.callback(writer.close)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    while True:
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        try:
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # until its end
+            tally.half_open += 1
+        finally:
+            writer.close()
 
 
 def gauges(text: str) -> dict[str, float]:
@@ -196,6 +208,11 @@ class Server:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
+    @property
+    def descriptors(self) -> int:
+        """Files and connections that it has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(60)
@@ -206,18 +223,24 @@ async def soak(server: Server, load: Load) -> dict[str, Any]:
     import httpx2
 
     memory: list[int] = []
+    descriptors, began = server.descriptors, time.monotonic()
 
     async def watch() -> None:
         while True:
             memory.append(server.resident)
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.5)
 
     watching = asyncio.create_task(watch())
     tally = await put_under(server.url, load)
+    seconds = time.monotonic() - began
     watching.cancel()
     async with httpx2.AsyncClient(base_url=server.url) as http:
         end = time.monotonic() + SETTLE_SECONDS
-        while any((left := gauges((await http.get("/metrics")).text)).values()):
+        while True:
+            left = gauges((await http.get("/metrics")).text)
+            left["connections"] = max(0, server.descriptors - descriptors - 1)  # this one
+            if not any(left.values()):
+                break
             if time.monotonic() > end:
                 tally.wrong.append(f"still there after {SETTLE_SECONDS:g} s: {left}")
                 break
@@ -227,8 +250,8 @@ async def soak(server: Server, load: Load) -> dict[str, Any]:
     if late > GROWTH * early:
         tally.wrong.append(f"memory grew from {early:,} to {late:,} bytes")
     return {
-        "seconds": load.seconds, "clients": load.clients, "seed": load.seed,
-        "requests": dict(tally.ends), "tokens": tally.tokens,
+        "seconds": round(seconds, 1), "clients": load.clients, "seed": load.seed,
+        "requests": dict(tally.ends), "tokens": tally.tokens, "half_open_ended": tally.half_open,
         "resident_mb": {"begin": memory[0] // 10**6, "first_third": early // 10**6,
                         "last_third": late // 10**6},
         "left": left, "wrong": tally.wrong,
@@ -239,13 +262,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lowbit.evals.server_soak")
     parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--requests", type=int)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=Path("server_soak.log"))
     asked = parser.parse_args()
     server = Server.start(asked.model, asked.log, [])
     try:
-        told = asyncio.run(soak(server, Load(asked.clients, asked.seconds, asked.seed)))
+        load = Load(asked.clients, asked.seconds, asked.seed, asked.requests)
+        told = asyncio.run(soak(server, load))
     finally:
         code = server.stop()
     if code != 0:
