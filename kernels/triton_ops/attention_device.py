@@ -102,21 +102,24 @@ def unpack_tile(
     WIDTH, PAD: of rows in numbers. Scales of groups are applied, others are not, and E4M3 comes
     divided by `fp8_factor`.
     """
-    if BITS == 16:
-        return x.to(dtype), x.to(dtype)
     _, scale_ptr, offset_ptr, scale_first, _, _, scale_block, scale_slot = pool
     scale_at = scale_first + block.to(tl.int64) * scale_block + key % BLOCK_SIZE * scale_slot
     channel = tl.arange(0, PAD)
     mask = inside[:, None] & (channel < WIDTH)[None, :]
-    KIND: tl.constexpr = "low" if BITS == 4 else "e4m3" if IS_FP8 else "byte"
-    low = words_to_floats(x, KIND, dtype, ASM)
-    if SCALES == "group":
-        low = dequantize_groups(low, scale_ptr, offset_ptr, scale_at, channel, mask, GROUP, OFFSETS)
-    if BITS == 8:
-        return low, low
+    if BITS == 16:
+        return x.to(dtype), x.to(dtype)
+    elif BITS == 8:
+        y = words_to_floats(x, "e4m3" if IS_FP8 else "byte", dtype, ASM)
+        if SCALES == "group":
+            y = dequantize_groups(y, scale_ptr, offset_ptr, scale_at, channel, mask, GROUP, OFFSETS)
+        return y, y
     else:
+        low = words_to_floats(x, "low", dtype, ASM)
         high = words_to_floats(x, "high", dtype, ASM)
         if SCALES == "group":
+            low = dequantize_groups(
+                low, scale_ptr, offset_ptr, scale_at, channel, mask, GROUP, OFFSETS
+            )
             high = dequantize_groups(
                 high, scale_ptr, offset_ptr, scale_at, channel + WIDTH, mask, GROUP, OFFSETS
             )

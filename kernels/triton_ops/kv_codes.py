@@ -6,8 +6,7 @@ that a byte of a 4-bit head holds channel j in its low half and channel j + head
 one, and a tile of bytes gives two tiles of codes without moving anything between threads. Codes
 become floats by writing their bits into a float's mantissa and subtracting what that adds, which
 takes no conversion instruction (on CUDA four at a time, in assembly); E4M3 becomes float16 by
-shifting its bits into place, which makes it FP8_FACTOR times too small, to be multiplied into the
-scale.
+shifting its bits into place, which makes it 256 times too small, or by the hardware (`fp8_factor`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def unsigned_to_float(u, HALF: tl.constexpr, dtype: tl.constexpr):
 @constexpr_function
 def _pairs_assembly(kind, bf16):
     """PTX: four bytes $4 as 16-bit floats $0 to $3. kind: "byte" (less 128), "low" or "high" (of
-    each byte, a nibble less 8), "e4m3" (divided by FP8_FACTOR), "e4m3 native".
+    each byte, a nibble less 8), "e4m3" (divided by 256), "e4m3 native".
 
     prmt spreads two bytes over the halves of a register; there lop3 takes nibbles and ors the
     magic exponent in (1024 in float16, 128 in bfloat16), which a byte gets from prmt itself. E4M3
@@ -101,7 +100,9 @@ def words_to_floats(words, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.cons
     byte, see `_pairs_assembly`. ASM: the CUDA architecture, 0 elsewhere."""
     if KIND == "e4m3" and ASM > 0 and dtype == tl.float16:
         a, b, c, d = _by_assembly(words, "e4m3 native" if ASM >= 89 else "e4m3", dtype)
-    elif ASM > 0 and (dtype == tl.float16 or (dtype == tl.bfloat16 and KIND in ("low", "high"))):
+    elif ASM > 0 and (
+        dtype == tl.float16 or (dtype == tl.bfloat16 and (KIND == "low" or KIND == "high"))
+    ):
         a, b, c, d = _by_assembly(words, KIND, dtype)
     else:
         u = words.to(tl.uint32, bitcast=True)
@@ -112,7 +113,7 @@ def words_to_floats(words, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.cons
 
 @jit
 def e4m3_to_float(u, dtype: tl.constexpr):
-    """What the bits u of E4M3 numbers stand for, divided by FP8_FACTOR, exactly, in `dtype`."""
+    """What the bits u of E4M3 numbers stand for, divided by 256, exactly, in `dtype`."""
     bits = u.to(tl.uint16)
     bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True).to(dtype)
