@@ -55,13 +55,19 @@ def default_tiles(
     by_group = any(scales_of(p.fmt, p.head_dim) == "group" for p in (keys, values))
     packed = keys.fmt is not None or values.fmt is not None
     if form == "split":
-        return AttentionTiles(
-            rows, 32 if wide or by_group else 64, 512, Warps(4, 1 if packed else 2)
-        )
+        block_n = 32 if wide or by_group else 64
+        # 4 warps of gfx942 have 256 threads, each of which should load 16 bytes
+        few = isinstance(arch, str) and min(_row_bytes(keys), _row_bytes(values)) * block_n < 4096
+        return AttentionTiles(rows, block_n, 512, Warps(2 if few else 4, 1 if packed else 2))
     if wide or packed:
         return AttentionTiles(max(rows, 64), 32, 0, Warps(4 if isinstance(arch, str) else 8, 2))
     wide = max(keys.head_dim, values.head_dim) > 64 and isinstance(arch, int) and 0 < arch < 90
     return AttentionTiles(max(rows, 64), 32 if wide else 64, 0, Warps(4, 2))
+
+
+def _row_bytes(pool: PoolForm) -> int:
+    bits = 8 * pool.dtype.itemsize if pool.fmt is None else pool.fmt.num_bits
+    return pool.head_dim * bits // 8
 
 
 def paged_attention(
