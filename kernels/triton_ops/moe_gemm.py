@@ -89,7 +89,9 @@ def moe_kernel(
     word_at = words_ptr + expert * words_expert + n[:, None] * 32 + i[None, :]
     scale_ptr += expert * scale_expert
     words_in_tile = tl.cast(N, tl.int64) * (PLANES * 32)
-    row_scale, row_zero = group_values(scale_ptr + n, on_n, DTYPE, BITS, ASYMMETRIC, BLOCK_N)
+    row_scale, row_zero = group_values(  # of a row with one scale, else not read
+        scale_ptr + n, on_n & (GROUP == 0), DTYPE, BITS, ASYMMETRIC, BLOCK_N
+    )
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for tile in range(0, tiles):
         acc = multiply_tile(
