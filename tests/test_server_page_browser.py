@@ -70,6 +70,7 @@ class opened:
 def test_the_keyboard_is_enough(page, server):
     focus = "document.activeElement.id"
     assert page.evaluate(focus) == "question", "one may write at once"
+    assert not page.locator("#key").is_visible(), "nobody asks for a key here"
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
