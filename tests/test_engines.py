@@ -204,7 +204,8 @@ def test_the_command_measures_a_server_and_its_latency(
     check_results(results, file)
     base, row = results["rows"]
     assert row["engine"] == {"name": f"a server at {server.url}/v1", "top": TOPS[0]}
-    assert row["divergence"]["kld_mean"] < 1e-5 and row["size"] is None
+    assert row["divergence"]["kld_mean"] < 1e-3, "the model itself, but for texts of two tokens"
+    assert row["size"] is None
     (load,) = row["bench"]["loads"]
     assert load["check"]["failed"] is None and load["ttft"]["p50"]["median"] > 0
     assert "latency, one client, 1 requests, prompts of 64" in shown.stdout
