@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 FIVE = ("quantize", "kernels", "calib", "runtime", "evals")
 IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the distribution's
 # of the extra, in its folder alone
-IN_THE_SERVER = ("fastapi", "starlette", "pydantic", "prometheus_client", "uvicorn")
+IN_THE_SERVER = (
+    "fastapi", "starlette", "pydantic", "pydantic_core", "prometheus_client", "uvicorn",
+)  # fmt: skip
 IN_FUNCTIONS = {"matplotlib": "evals", "jsonschema": "evals", "httpx2": "evals"}
 ARRIVES_WITH = {"huggingface_hub": "transformers", "tokenizers": "transformers", "jinja2": "torch"}
 
@@ -151,7 +153,8 @@ def test_what_functions_import_is_of_the_extra(project: dict[str, Any]) -> None:
     extras = project["project"]["optional-dependencies"]
     for name, extra in IN_FUNCTIONS.items():
         assert name in _by_name(extras[extra])
-    serve = {*_by_name(extras["serve"]), "starlette"}  # which fastapi brings
+    brought = {"starlette", "pydantic-core"}  # by fastapi and by pydantic
+    serve = {*_by_name(extras["serve"]), *brought}
     assert {canonicalize_name(name) for name in IN_THE_SERVER} <= serve
 
 

@@ -299,6 +299,9 @@ def test_settings_and_addresses_that_cannot_be_are_refused(folder):
         ("--max-num-batched-tokens", "15", "must be at least 16 as --max-num-seqs is"),
         ("--max-model-len", "257", "--max-model-len must be from 2 to the model's 256, got 257"),
         ("--tool-parser", "other", "tool_parser must be one of"),
+        ("--speculate", "bogus", "--speculate takes ngram, lookahead or a smaller model"),
+        ("--gpu-memory-utilization", "2", "gpu_memory_utilization must be above 0 and at most 1"),
+        ("--gpu-memory-utilization", "0.9", "the model is on cpu: take kv_memory"),
         ("--port", "70000", "port must be from 0"),
     ],
 )

@@ -10,7 +10,8 @@ import typer
 from ...kernels.errors import UserError
 from ..sizes import parse_size
 from .common import model_path
-from .common_options import Device, Dtype, ServedModel
+from .common_options import BatchInvariant, Device, Dtype, ServedModel, Speculate
+from .generate import guesser_of
 
 if TYPE_CHECKING:
     from ...runtime import LLM
@@ -54,6 +55,15 @@ def serve(
         bool,
         typer.Option(help="Compute what prompts have in common once.", rich_help_panel=_ENGINE),
     ] = True,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="In place of --kv-memory: the share of a GPU's memory in use with them.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    speculate: Speculate = None,
+    batch_invariant: BatchInvariant = False,
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -134,8 +144,11 @@ def serve(
         log_prompts=log_prompts, tool_parser=tool_parser,
     )  # fmt: skip
 
+    guesser = guesser_of(speculate)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
-    _check_engine(device, dtype, kv, max_num_seqs, max_num_batched_tokens)
+    if kv_bytes is not None and gpu_memory_utilization is not None:
+        raise UserError("--kv-memory and --gpu-memory-utilization say the same: give one of them")
+    _check_engine(device, dtype, kv, max_num_seqs, max_num_batched_tokens, gpu_memory_utilization)
     _check_length(folder, max_model_len)
 
     def load() -> LLM:
@@ -144,19 +157,26 @@ def serve(
         return LLM(
             folder, device, dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
             kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_bytes,
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching, speculate=guesser,
+            batch_invariant=batch_invariant, gpu_memory_utilization=gpu_memory_utilization,
         )  # fmt: skip
 
     run(settings, load)
 
 
 def _check_engine(
-    device: str, dtype: str, kv: str, max_num_seqs: int, max_num_batched_tokens: int
+    device: str,
+    dtype: str,
+    kv: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    gpu_share: float | None,
 ) -> None:
     """UserError for what no model can run with: said before the server listens, not after."""
     import torch
 
     from ...kernels.device import resolve_device
+    from ...runtime.kv_pools import kv_memory_within
     from ...runtime.placement import resolve_dtype
     from ..kv_names import kv_spec_from_name
 
@@ -168,6 +188,8 @@ def _check_engine(
             why = " as --max-num-seqs is, for each takes a token a step" if least > 1 else ""
             raise UserError(f"{option} must be at least {least}{why}, got {value}")
     resolve_dtype(dtype, resolve_device(device), torch.float32, [])
+    if gpu_share is not None:
+        kv_memory_within(gpu_share, resolve_device(device))
     if kv not in ("auto", "model"):
         kv_spec_from_name(kv)
 
