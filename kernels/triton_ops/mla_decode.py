@@ -49,7 +49,7 @@ def default_tiles(heads: int, packed: bool, device: torch.device) -> LatentTiles
             16, 32, 512, Warps(8 if packed and not on_hip else 4, 1 if packed else 2)
         )
     if packed:
-        return LatentTiles(32, 16, 512, Warps(8, 1))
+        return LatentTiles(16, 16, 512, Warps(8, 1))
     has_wide_products = launch_arch(device) in (90, 100)
     return LatentTiles(64 if has_wide_products else 32, 32, 512, Warps(8, 2))
 

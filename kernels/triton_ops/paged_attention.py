@@ -49,19 +49,25 @@ def default_tiles(
 ) -> AttentionTiles:
     """The shipped configuration for `heads` query heads on `arch` (`launch_arch`). What is
     dequantized before the product takes registers, of which more warps have more on CUDA, fewer on
-    gfx942; so do both operands before Hopper, which multiplies out of shared memory."""
+    gfx942; so do both operands before Hopper, which multiplies out of shared memory. Scales of
+    groups take the most: 2 warps then load 16 bytes a thread of 16 keys, without a spill."""
     rows = max(16, padded(heads // keys.kv_heads))
     wide = max(keys.head_dim, values.head_dim) > 128
     by_group = any(scales_of(p.fmt, p.head_dim) == "group" for p in (keys, values))
     packed = keys.fmt is not None or values.fmt is not None
+    on_hip = isinstance(arch, str)
+    before_hopper = isinstance(arch, int) and 0 < arch < 90
     if form == "split":
+        if by_group and not on_hip:
+            return AttentionTiles(rows, 16, 512, Warps(2, 1))
         block_n = 32 if wide or by_group else 64
         # 4 warps of gfx942 have 256 threads, each of which should load 16 bytes
-        few = isinstance(arch, str) and min(_row_bytes(keys), _row_bytes(values)) * block_n < 4096
+        few = on_hip and min(_row_bytes(keys), _row_bytes(values)) * block_n < 4096
         return AttentionTiles(rows, block_n, 512, Warps(2 if few else 4, 1 if packed else 2))
     if wide or packed:
-        return AttentionTiles(max(rows, 64), 32, 0, Warps(4 if isinstance(arch, str) else 8, 2))
-    wide = max(keys.head_dim, values.head_dim) > 64 and isinstance(arch, int) and 0 < arch < 90
+        block_n = 16 if by_group and before_hopper else 32
+        return AttentionTiles(max(rows, 64), block_n, 0, Warps(4 if on_hip else 8, 2))
+    wide = max(keys.head_dim, values.head_dim) > 64 and before_hopper
     return AttentionTiles(max(rows, 64), 32 if wide else 64, 0, Warps(4, 2))
 
 
