@@ -46,7 +46,7 @@ def _case(s: PoolShape, heads: int, rank: int, label: int) -> Case:
     # of packed entries the turned channels are 64 bytes a row: 8 or 4 of them for each of 8 warps
     bars = Bars(
         once=kept_parts(s, "cache") if heads <= 16 else (), wide=() if s.fmt else ("cache",),
-        tensor_cores="fp16", tile_rows=16,
+        tensor_cores="fp16", tile_rows=64 if heads > 16 and s.fmt is None else 16,
     )  # fmt: skip
     operations = 2 * s.seqs * heads * s.context * (s.head_dim + rank)
     name = f"{s.form} heads={label}"

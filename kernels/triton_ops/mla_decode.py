@@ -44,12 +44,10 @@ def default_tiles(heads: int, packed: bool, device: torch.device) -> LatentTiles
     """The shipped configuration for `device`: the largest tiles that keep within registers. packed:
     entries are 8-bit codes."""
     on_hip = launch_backend() == "hip"
-    if heads <= 16 or on_hip:
-        return LatentTiles(
-            16, 32, 512, Warps(8 if packed and not on_hip else 4, 1 if packed else 2)
-        )
-    if packed:
+    if packed and not on_hip:
         return LatentTiles(16, 16, 512, Warps(8, 1))
+    if heads <= 16 or on_hip:
+        return LatentTiles(16, 32, 512, Warps(4, 1 if packed else 2))
     has_wide_products = launch_arch(device) in (90, 100)
     return LatentTiles(64 if has_wide_products else 32, 32, 512, Warps(8, 2))
 
