@@ -79,7 +79,8 @@ def _run(
     elif tuned is not None:
         config = tuned.config
     else:
-        config = wna16_config(rows, *shape) if rows <= FUSED_ROWS else None
+        fused = rows <= FUSED_ROWS[problem.num_bits]
+        config = wna16_config(rows, *shape) if fused else None
     return run_wna16(x, tensors, bias, problem, config)
 
 
