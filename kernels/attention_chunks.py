@@ -32,15 +32,21 @@ KEYS = 128  # of a chunk, as long as blocks are not longer
 
 class _Tiles(NamedTuple):
     """The tiles of a batch. rows: int64 [tiles, QUERIES], tokens in q, its length where a tile has
-    none. position: int64 [tiles, QUERIES], theirs in their sequences, -1 for none. tables: of each
-    tile's sequence, [tiles, blocks], blocks a whole number of chunks. first, last: chunks that some
-    token of a tile sees, [tiles]."""
+    none. position: int64 [tiles, QUERIES], theirs in their sequences, -1 for none. chunks: those
+    that some tile sees."""
 
     rows: Tensor
     position: Tensor
+    chunks: list[_Chunk]
+
+
+class _Chunk(NamedTuple):
+    """Chunk `number` of every sequence that is long enough. tiles: int64 [n], those that see it.
+    tables: int64 [n, blocks], its blocks."""
+
+    number: int
+    tiles: Tensor
     tables: Tensor
-    first: Tensor
-    last: Tensor
 
 
 def _decline(problem: AttentionProblem) -> str | None:
@@ -66,13 +72,9 @@ def attend_chunks(
     acc = queries.new_zeros(*shape, values.head_dim)
     largest = queries.new_full(shape, -torch.inf)
     total = queries.new_zeros(shape)
-    for chunk in range(int(tiles.last.max()) + 1 if count else 0):
-        here = ((tiles.first <= chunk) & (chunk <= tiles.last)).nonzero().squeeze(1)
-        if not len(here):
-            continue
-        tables = tiles.tables[here, chunk * blocks : (chunk + 1) * blocks]
+    for number, here, tables in tiles.chunks:
         k, v = (gather_blocks(pool, tables, dtype) for pool in (keys, values))
-        key = chunk * k.shape[2] + torch.arange(k.shape[2], device=q.device)
+        key = number * k.shape[2] + torch.arange(k.shape[2], device=q.device)
         distance = tiles.position[here][:, :, None] - key
         logits = _logits(queries[here], k, distance, options)
         before = largest[here]
@@ -156,14 +158,19 @@ def _tiles(batch: PagedBatch, keys: BlockPool, options: AttentionOptions, blocks
         lowest = torch.zeros_like(lowest)
     else:
         lowest = (lowest - options.sliding_window + 1).clamp_(min=0)
-    last = at.amax(1) // size
+    first, last = lowest // size, at.amax(1) // size
     tables = batch.block_tables[torch.tensor(seqs, dtype=torch.int64, device=device)].long()
-    width = (int(last.max()) + 1) * blocks if seqs else 0
-    tables = F.pad(tables, (0, max(0, width - tables.shape[1])))
+    count = int(last.max()) + 1 if seqs else 0
+    tables = F.pad(tables, (0, max(0, count * blocks - tables.shape[1])))
+    chunks = []
+    for number in range(count):
+        seeing = ((first <= number) & (number <= last)).nonzero().squeeze(1)
+        if len(seeing):
+            part = tables[seeing, number * blocks : (number + 1) * blocks]
+            chunks.append(_Chunk(number, seeing, part))
     return _Tiles(
-        torch.tensor(rows, dtype=torch.int64, device=device).view(-1, QUERIES),
-        at, tables, lowest // size, last,
-    )  # fmt: skip
+        torch.tensor(rows, dtype=torch.int64, device=device).view(-1, QUERIES), at, chunks
+    )
 
 
 CHUNKS = AttentionKernel("chunks", _decline, attend_chunks)
