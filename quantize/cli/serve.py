@@ -12,6 +12,7 @@ from ..sizes import parse_size
 from .common import model_path
 from .common_options import BatchInvariant, Device, Dtype, ServedModel, Speculate
 from .generate import guesser_of
+from .replica_options import RayAddress, Replicas, check_replicas, run_server
 
 if TYPE_CHECKING:
     from ...runtime import LLM
@@ -124,6 +125,8 @@ def serve(
             "--log-prompts", help="Prompts and answers go into the log.", rich_help_panel=_ACCESS
         ),
     ] = False,
+    replicas: Replicas = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Serve a model to clients of OpenAI's interface, until Ctrl-C or SIGTERM.
 
@@ -131,9 +134,9 @@ def serve(
     http://127.0.0.1:8000/v1
     """
     from ...runtime.server.keys import read_api_keys
-    from ...runtime.server.run import serve as run
     from ...runtime.server.settings import ServerSettings
 
+    check_replicas(replicas, ray_address, device)
     folder = model_path(model)
     settings = ServerSettings(
         model_name=name or Path(model).resolve().name, host=host, port=port,
@@ -161,7 +164,10 @@ def serve(
             batch_invariant=batch_invariant, gpu_memory_utilization=gpu_memory_utilization,
         )  # fmt: skip
 
-    run(settings, load)
+    run_server(
+        settings, load, replicas, ray_address, folder=folder, device=device, kv_memory=kv_bytes,
+        max_num_seqs=max_num_seqs,
+    )  # fmt: skip
 
 
 def _check_engine(

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Lifespan
 
 from .chat import chat_routes
 from .completions import completion_routes
@@ -17,30 +17,42 @@ from .embeddings import embedding_routes
 from .errors import add_error_handlers
 from .frame import ClientGone, Context, Frame
 from .gate import Gate
+from .metrics import ServerMetrics
 from .page import page_routes
 from .service import Service
+from .settings import ServerSettings
 from .status import status_routes
 from .tokens import token_routes
 
 
 def make_app(service: Service, stop: Callable[[], None]) -> ASGIApp:
     """stop: see Service.begin."""
-    routes = make_routes(service, stop)
-    app: ASGIApp = Gate(routes, service.settings)
-    if service.settings.cors_origins:
-        app = CORSMiddleware(
-            app, allow_origins=service.settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
-        )  # fmt: skip
-    return Frame(app, service.metrics, service.settings.client_timeout)
 
-
-def make_routes(service: Service, stop: Callable[[], None]) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.begin(stop)
         yield
 
+    return enclosed(make_routes(service, lifespan), service.metrics, service.settings)
+
+
+def make_replica_app(service: Service) -> ASGIApp:
+    """Without a gate, which stands at the front that asks it."""
+    return Frame(make_routes(service), service.metrics, service.settings.client_timeout)
+
+
+def enclosed(routes: ASGIApp, metrics: ServerMetrics, settings: ServerSettings) -> ASGIApp:
+    """What stands around a server's routes."""
+    app: ASGIApp = Gate(routes, settings)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
+    return Frame(app, metrics, settings.client_timeout)
+
+
+def make_routes(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     app = FastAPI(
         title="lowbit", version=version("lowbit"), lifespan=lifespan, docs_url=None,
         redoc_url=None, description="A language model over OpenAI's interface.",

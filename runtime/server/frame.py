@@ -114,19 +114,24 @@ class Frame:
     def _log(self, scope: Scope, context: Context, seconds: float) -> None:
         if scope["path"] in _QUIET and context.status in (200, 503):
             return
-        told = context.told
-        fields: dict[str, Any] = {
-            "request_id": context.request_id, "method": scope["method"], "path": scope["path"],
-            "status": context.status, "outcome": context.outcome, "caller": context.caller,
-            "seconds": round(seconds, 4), **context.fields,
-        }  # fmt: skip
-        if told:
-            first = [o.metrics.ttft for o in told if o.metrics.ttft is not None]
-            fields |= {
-                "prompt_tokens": sum(len(o.prompt_token_ids) for o in told),
-                "completion_tokens": sum(o.metrics.output_tokens for o in told),
-                "cached_tokens": sum(o.metrics.cached_tokens for o in told),
-                "ttft": round(min(first), 4) if first else None,
-                "finish_reasons": [c.finish_reason for o in told for c in o.outputs],
-            }
-        log("request", **fields)
+        log(
+            "request", request_id=context.request_id, method=scope["method"], path=scope["path"],
+            status=context.status, outcome=context.outcome, caller=context.caller,
+            seconds=round(seconds, 4), **fields_of(context),
+        )  # fmt: skip
+
+
+def fields_of(context: Context) -> dict[str, Any]:
+    """What the log says of the engine's part."""
+    told = context.told
+    if not told:
+        return context.fields
+    first = [o.metrics.ttft for o in told if o.metrics.ttft is not None]
+    return {
+        **context.fields,
+        "prompt_tokens": sum(len(o.prompt_token_ids) for o in told),
+        "completion_tokens": sum(o.metrics.output_tokens for o in told),
+        "cached_tokens": sum(o.metrics.cached_tokens for o in told),
+        "ttft": round(min(first), 4) if first else None,
+        "finish_reasons": [c.finish_reason for o in told for c in o.outputs],
+    }

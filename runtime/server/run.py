@@ -11,19 +11,33 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...kernels.errors import UserError
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from ..llm import LLM
-    from .service import Service
 
 _PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 SEND_BUFFER = 64 << 10  # bytes of a connection that wait in the kernel for a slow reader
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class Served(Protocol):
+    """A Service, or the Front of replicas. failure: what has ended it."""
+
+    settings: ServerSettings
+    failure: BaseException | None
+
+    def drain(self) -> None:
+        """Take no more requests."""
+
+    def close(self) -> None:
+        """End whatever still runs."""
 
 
 def serve(settings: ServerSettings, load: Callable[[], LLM]) -> None:
@@ -34,14 +48,20 @@ def serve(settings: ServerSettings, load: Callable[[], LLM]) -> None:
     what the engine died of is raised.
     """
     check_packages()
-    from .logs import log, set_up_logs
     from .service import Service
 
     listening = bind(settings.host, settings.port, settings.client_timeout)
-    set_up_logs()
-    log("listening", address=address_of(listening), settings=settings.told())
     service = Service(settings, load)
-    make_server(service).run(sockets=[listening])
+    run_until_signal(service, make_server(service), listening)
+
+
+def run_until_signal(service: Served, server: Any, listening: socket.socket) -> None:
+    """server: of make_server. What has ended the service is raised."""
+    from .logs import log, set_up_logs
+
+    set_up_logs()
+    log("listening", address=address_of(listening), settings=service.settings.told())
+    server.run(sockets=[listening])
     service.close()
     if service.failure is not None:
         raise service.failure
@@ -89,13 +109,16 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(service: Service) -> Any:
-    """uvicorn's, with our signals."""
+def make_server(service: Served, make: Callable[..., ASGIApp] | None = None) -> Any:
+    """uvicorn's, with our signals. make: the application, of `service` and what stops the server;
+    make_app if not said."""
     import uvicorn
 
     from .app import make_app
     from .connection import make_protocol
     from .logs import log
+
+    make = make_app if make is None else make
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -125,7 +148,7 @@ def make_server(service: Service) -> Any:
 
     drain = max(1, round(service.settings.drain_timeout))
     config = uvicorn.Config(
-        make_app(service, stop), lifespan="on", log_config=None, access_log=False,
+        make(service, stop), lifespan="on", log_config=None, access_log=False,
         server_header=False, timeout_graceful_shutdown=drain,
         http=make_protocol(service.settings.client_timeout),
     )  # fmt: skip
