@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -48,6 +49,13 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = LEFT_OUT
 
 
+class CacheHit(BaseModel):
+    """The answer was another request's, of a text this near. age: seconds since it was made."""
+
+    similarity: float
+    age: float
+
+
 class Completion(BaseModel):
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -55,6 +63,7 @@ class Completion(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = LEFT_OUT
+    semantic_cache: CacheHit | None = LEFT_OUT
 
 
 class TopLogprob(BaseModel):
@@ -109,6 +118,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    semantic_cache: CacheHit | None = LEFT_OUT
 
 
 class Delta(BaseModel):
@@ -132,6 +142,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[DeltaChoice]
     usage: Usage | None = LEFT_OUT
+    semantic_cache: CacheHit | None = LEFT_OUT
 
 
 class Embedding(BaseModel):
@@ -178,8 +189,8 @@ class Text(BaseModel):
     prompt: str
 
 
-def as_json(answer: BaseModel) -> Response:
-    return Response(answer.model_dump_json(), media_type="application/json")
+def as_json(answer: BaseModel, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
 
 
 def finite(logprob: float) -> float:

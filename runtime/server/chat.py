@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from ...kernels.errors import UserError
 from ..request import CompletionOutput, RequestOutput
+from .answer_cache import look_up
 from .answers import (
     CalledFunction,
     CalledTool,
@@ -44,17 +45,19 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation. With `stream`, server-sent events."""
         context = Context.of(request)
-        generation, use = await until_gone(request.receive, _begin(service, body, context))
+        beginning = _begin(service, body, context, request.headers.get("cache-control", ""))
+        generation, use = await until_gone(request.receive, beginning)
         if body.stream:
-            return await stream(request, _events(generation, body, use))
+            return await stream(request, _events(generation, body, use), generation.headers)
         outputs = await until_gone(request.receive, generation.last())
-        return as_json(await asyncio.to_thread(_whole, generation, body, use, outputs[0]))
+        answer = await asyncio.to_thread(_whole, generation, body, use, outputs[0])
+        return as_json(answer, generation.headers)
 
     return router
 
 
 async def _begin(
-    service: Service, body: ChatRequest, context: Context
+    service: Service, body: ChatRequest, context: Context, cache_control: str
 ) -> tuple[Generation, ToolUse]:
     """ApiError or UserError for what cannot run."""
     service.check_model(body.model)
@@ -70,7 +73,8 @@ async def _begin(
     )
     name = f"chatcmpl-{context.request_id}"
     requests = [await service.request(prompt, params, name, "messages")]
-    return Generation(service, context, name, requests), use
+    lookup = await look_up(service, context, body, params, cache_control)
+    return Generation(service, context, name, requests, lookup), use
 
 
 def _template_options(body: ChatRequest, tokenizer: Any | None) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _whole(
     return ChatCompletion(
         id=generation.name, created=generation.created, model=generation.model,
         choices=[_choice(choice, _Speaker(generation, body, use)) for choice in output.outputs],
-        usage=usage_of([output]),
+        usage=usage_of([output]), semantic_cache=generation.cache_hit,
     )  # fmt: skip
 
 
@@ -188,5 +192,6 @@ class _Speaker:
 
 def _chunk(generation: Generation, choices: list[DeltaChoice]) -> ChatChunk:
     return ChatChunk(
-        id=generation.name, created=generation.created, model=generation.model, choices=choices
-    )
+        id=generation.name, created=generation.created, model=generation.model, choices=choices,
+        semantic_cache=generation.cache_hit,
+    )  # fmt: skip

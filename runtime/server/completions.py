@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ..detokenizer import text_after
 from ..request import CompletionOutput, RequestOutput
 from ..sampling.logprobs import TokenLogprobs
+from .answer_cache import look_up
 from .answers import Completion, CompletionChoice, CompletionLogprobs, as_json, finite, usage_of
 from .errors import STREAMED
 from .frame import Context
@@ -30,16 +31,20 @@ def completion_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several. With `stream`, server-sent events."""
         context = Context.of(request)
-        generation = await until_gone(request.receive, _begin(service, body, context))
+        beginning = _begin(service, body, context, request.headers.get("cache-control", ""))
+        generation = await until_gone(request.receive, beginning)
         if body.stream:
-            return await stream(request, _events(generation, body))
+            return await stream(request, _events(generation, body), generation.headers)
         outputs = await until_gone(request.receive, generation.last())
-        return as_json(await asyncio.to_thread(_whole, generation, body, outputs))
+        answer = await asyncio.to_thread(_whole, generation, body, outputs)
+        return as_json(answer, generation.headers)
 
     return router
 
 
-async def _begin(service: Service, body: CompletionRequest, context: Context) -> Generation:
+async def _begin(
+    service: Service, body: CompletionRequest, context: Context, cache_control: str
+) -> Generation:
     """ApiError or UserError for what cannot run."""
     service.check_model(body.model)
     prompts = body.prompts()
@@ -49,7 +54,8 @@ async def _begin(service: Service, body: CompletionRequest, context: Context) ->
         await service.request(prompt, params, f"{name}-{number}", "prompt")
         for number, prompt in enumerate(prompts)
     ]
-    return Generation(service, context, name, requests)
+    lookup = await look_up(service, context, body, params, cache_control)
+    return Generation(service, context, name, requests, lookup)
 
 
 def _whole(
@@ -89,8 +95,9 @@ async def _events(generation: Generation, body: CompletionRequest) -> Events:
 
 def _answer(generation: Generation, choices: list[CompletionChoice]) -> Completion:
     return Completion(
-        id=generation.name, created=generation.created, model=generation.model, choices=choices
-    )
+        id=generation.name, created=generation.created, model=generation.model, choices=choices,
+        semantic_cache=generation.cache_hit,
+    )  # fmt: skip
 
 
 class _Told(NamedTuple):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 from ...kernels.errors import UserError
 from ..request import CompletionOutput, RequestFailed, RequestOutput
 from ..request import Request as EngineRequest
+from .answer_cache import HEADER, Lookup
+from .answers import CacheHit
 from .errors import ApiError, as_api_error
 from .frame import ClientGone, Context
 from .logs import log
@@ -48,20 +50,41 @@ async def _gone(receive: Receive) -> None:
 
 
 class Generation:
-    """The engine's requests of one body. name, created: of the answer. ApiError where there is no
-    engine to take them."""
+    """The engine's requests of one body. name, created: of the answer. lookup: in the cache of
+    answers; the one request of a hit is not run. ApiError where there is no engine to take them."""
 
     def __init__(
-        self, service: Service, context: Context, name: str, requests: Sequence[EngineRequest]
+        self,
+        service: Service,
+        context: Context,
+        name: str,
+        requests: Sequence[EngineRequest],
+        lookup: Lookup | None = None,
     ) -> None:
         self.service, self.context, self.requests = service, context, requests
         self.name, self.created, self.model = name, int(time.time()), service.settings.model_name
-        self._ready = service.ready()
+        self._ready, context.asked = service.ready(), requests
         self.tokenizer = self._ready.engine.llm.tokenizer
         self._places = sum(r.params.n for r in requests)
+        self._lookup = lookup
+        self._hit = None if lookup is None else lookup.hit
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {} if self._lookup is None else {HEADER: self._lookup.header}
+
+    @property
+    def cache_hit(self) -> CacheHit | None:
+        """For the answer's body."""
+        if self._hit is None:
+            return None
+        return CacheHit(similarity=round(self._hit.similarity, 4), age=round(self._hit.age, 1))
 
     async def last(self) -> list[RequestOutput]:
         """What has come of each."""
+        if self._hit is not None:
+            return [self._replay()]
         with self._ready.places.take(self._places):
             tasks = [asyncio.ensure_future(self._last(request)) for request in self.requests]
             try:
@@ -73,6 +96,9 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(which request, what is new of it), as they come."""
+        if self._hit is not None:
+            yield 0, self._replay()
+            return
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException]] = asyncio.Queue()
         with self._ready.places.take(self._places):
             tasks = [
@@ -128,11 +154,23 @@ class Generation:
         told = request.output(delta=True)
         self.context.told.append(told)
         self.service.metrics.finished(told)
+        if self._lookup is not None:
+            self._lookup.keep(request)
+        self._note_texts(request, [c.text.text for c in request.continuations])
+
+    def _replay(self) -> RequestOutput:
+        """The hit, as the request's output."""
+        assert self._lookup is not None
+        (request,) = self.requests
+        told = self._lookup.replay(request)
+        self.context.told.append(told)
+        self._note_texts(request, [c.text for c in told.outputs])
+        return told
+
+    def _note_texts(self, request: EngineRequest, answers: list[str]) -> None:
+        """For the log, where it may have them."""
         if self.service.settings.log_prompts:
-            texts = {
-                "prompt": request.prompt or request.prompt_token_ids,
-                "answers": [c.text.text for c in request.continuations],
-            }
+            texts = {"prompt": request.prompt or request.prompt_token_ids, "answers": answers}
             self.context.fields.setdefault("texts", []).append(texts)
 
 
@@ -147,7 +185,7 @@ def sse(piece: BaseModel) -> bytes:
     return b"data: " + piece.model_dump_json().encode() + b"\n\n"
 
 
-async def stream(request: Request, events: Events) -> Response:
+async def stream(request: Request, events: Events, headers: Mapping[str, str]) -> Response:
     """An answer that comes in pieces. What is wrong before the first of them is raised."""
 
     async def begin() -> bytes:
@@ -158,7 +196,7 @@ async def stream(request: Request, events: Events) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events, Context.of(request))
+    return EventStream(first, events, Context.of(request), headers)
 
 
 class EventStream(Response):
@@ -166,8 +204,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: Events, context: Context) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self, first: bytes, events: Events, context: Context, headers: Mapping[str, str]
+    ) -> None:
+        own = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(headers={**own, **headers})
         del self.headers["content-length"]
         self._first, self._events, self._context = first, events, context
 

@@ -50,6 +50,10 @@ class ServerMetrics:
         self._queue = self._histogram("request_queue_time_seconds", "Before the first step.", LONG)
         self._prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._outputs = self._histogram("request_generation_tokens", "Tokens generated.", TOKENS)
+        self._cache = Counter(
+            "lowbit:semantic_cache_lookups", "Requests whose text was sought among answered ones.",
+            ["outcome"], registry=self._registry,
+        )  # fmt: skip
         self._http = Counter(
             "lowbit:http_requests", "HTTP requests by path and status.", ["path", "status"],
             registry=self._registry,
@@ -84,6 +88,10 @@ class ServerMetrics:
                 histogram.observe(value)
         for seconds in told.itl:
             self._itl.observe(seconds)
+
+    def looked_up(self, hit: bool) -> None:
+        """An answer was sought in the semantic cache."""
+        self._cache.labels("hit" if hit else "miss").inc()
 
     def warm(self, output_tokens: int) -> None:
         """The engine has made so many tokens before anybody asked."""

@@ -17,22 +17,27 @@ from ..prompts import PromptTooLong
 from ..request import Request as EngineRequest
 from ..sampling.params import SamplingParams
 from ..streams import EngineDeadError
+from .answer_cache import AnswerCache
 from .errors import ApiError
 from .limits import Places
 from .logs import log
 from .metrics import ServerMetrics
 from .settings import ServerSettings
+from .text_vectors import make_vectors
+from .tracing import Tracing
 
 State = Literal["loading", "ready", "draining", "dead"]
 
 
 @dataclass(frozen=True)
 class Ready:
-    """engine: warm. places: for continuations. most_tokens: that prompt and output may have."""
+    """engine: warm. places: for continuations. most_tokens: that prompt and output may have.
+    cache: of answers, where one was asked for."""
 
     engine: AsyncEngine
     places: Places
     most_tokens: int
+    cache: AnswerCache | None = None
 
 
 class Service:
@@ -41,6 +46,8 @@ class Service:
     def __init__(self, settings: ServerSettings, load: Callable[[], LLM]) -> None:
         self.settings = settings
         self.metrics = ServerMetrics(settings.model_name)
+        traces = settings.otlp_traces_endpoint
+        self.tracing = None if traces is None else Tracing(settings.model_name, traces)
         self.created = int(time.time())
         self.state: State = "loading"
         self.failure: BaseException | None = None
@@ -65,6 +72,8 @@ class Service:
         self.drain()
         if self._ready is not None:
             self._ready.engine.shutdown()
+        if self.tracing is not None:
+            self.tracing.close()
 
     @property
     def loaded(self) -> Ready | None:
@@ -137,9 +146,12 @@ class Service:
         try:
             llm = self._load()
             warm_up(llm)
-            ready = Ready(
-                AsyncEngine(llm), Places(llm.max_num_seqs, self.settings.max_queue), llm.capacity
-            )
+            cache = None
+            if self.settings.semantic_cache is not None:
+                vectors = make_vectors(llm, self.settings.semantic_cache_model)
+                cache = AnswerCache(self.settings, vectors)
+            places = Places(llm.max_num_seqs, self.settings.max_queue)
+            ready = Ready(AsyncEngine(llm), places, llm.capacity, cache)
         except BaseException as e:
             error = e
             self._call(loop, lambda: self._fail(error, "the model cannot be served"))

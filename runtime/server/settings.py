@@ -9,10 +9,10 @@ from ...kernels.errors import UserError
 
 _AT_LEAST = {
     "max_queue": 0, "max_body_bytes": 1, "max_prompt_tokens": 1, "max_output_tokens": 1,
-    "rate_limit": 1,
+    "rate_limit": 1, "semantic_cache_entries": 1, "semantic_cache_bytes": 1,
 }  # fmt: skip
 TOOL_PARSERS = ("auto", "hermes", "llama3", "none")
-_SECONDS = ("queue_timeout", "client_timeout", "drain_timeout")
+_SECONDS = ("queue_timeout", "client_timeout", "drain_timeout", "semantic_cache_ttl")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class ServerSettings:
     seconds that a client may take to send its request, or to take what is sent to it.
     drain_timeout: seconds for running requests after SIGTERM. cors_origins: web pages that may ask.
     log_prompts: write prompts and answers into the log, too. tool_parser: see tools.py.
+    otlp_traces_endpoint: an OpenTelemetry collector's URL for spans of requests; None: nowhere.
+    semantic_cache: answers are given again to texts whose vectors have at least this cosine; None:
+    never. semantic_cache_model: of these vectors, see text_vectors.py. semantic_cache_entries,
+    semantic_cache_bytes, semantic_cache_ttl: answers kept, their bytes, and for how many seconds.
     """
 
     model_name: str
@@ -42,6 +46,12 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
     tool_parser: str = "auto"
+    otlp_traces_endpoint: str | None = None
+    semantic_cache: float | None = None
+    semantic_cache_model: str | None = None
+    semantic_cache_entries: int = 1024
+    semantic_cache_bytes: int = 64 << 20
+    semantic_cache_ttl: float = 3600.0
 
     def __post_init__(self) -> None:
         for name, least in _AT_LEAST.items():
@@ -52,6 +62,11 @@ class ServerSettings:
             raise UserError(
                 f"tool_parser must be one of {', '.join(TOOL_PARSERS)}, got '{self.tool_parser}'"
             )
+        least = self.semantic_cache
+        if least is not None and not 0 < least <= 1:
+            raise UserError(f"semantic_cache must be above 0 and at most 1, got {least}")
+        if least is None and self.semantic_cache_model is not None:
+            raise UserError("semantic_cache_model is for a semantic cache: say --semantic-cache")
         for name in _SECONDS:
             value = getattr(self, name)
             if not 0 < value < math.inf:
