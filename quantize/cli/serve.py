@@ -13,6 +13,7 @@ from .common import model_path
 from .common_options import BatchInvariant, Device, Dtype, ServedModel, Speculate
 from .generate import guesser_of
 from .replica_options import RayAddress, Replicas, check_replicas, run_server
+from .tracing_option import TracesEndpoint, check_endpoint
 
 if TYPE_CHECKING:
     from ...runtime import LLM
@@ -125,6 +126,7 @@ def serve(
             "--log-prompts", help="Prompts and answers go into the log.", rich_help_panel=_ACCESS
         ),
     ] = False,
+    otlp_traces_endpoint: TracesEndpoint = None,
     replicas: Replicas = None,
     ray_address: RayAddress = None,
 ) -> None:
@@ -136,6 +138,7 @@ def serve(
     from ...runtime.server.keys import read_api_keys
     from ...runtime.server.settings import ServerSettings
 
+    check_endpoint(otlp_traces_endpoint)
     check_replicas(replicas, ray_address, device)
     folder = model_path(model)
     settings = ServerSettings(
@@ -145,6 +148,7 @@ def serve(
         max_output_tokens=max_output_tokens, rate_limit=rate_limit, client_timeout=client_timeout,
         drain_timeout=drain_timeout, cors_origins=tuple(cors_origin or ()),
         log_prompts=log_prompts, tool_parser=tool_parser,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )  # fmt: skip
 
     guesser = guesser_of(speculate)

@@ -23,6 +23,7 @@ from .service import Service
 from .settings import ServerSettings
 from .status import status_routes
 from .tokens import token_routes
+from .tracing import Tracing
 
 
 def make_app(service: Service, stop: Callable[[], None]) -> ASGIApp:
@@ -33,15 +34,22 @@ def make_app(service: Service, stop: Callable[[], None]) -> ASGIApp:
         service.begin(stop)
         yield
 
-    return enclosed(make_routes(service, lifespan), service.metrics, service.settings)
+    routes = make_routes(service, lifespan)
+    return enclosed(routes, service.metrics, service.settings, service.tracing)
 
 
 def make_replica_app(service: Service) -> ASGIApp:
     """Without a gate, which stands at the front that asks it."""
-    return Frame(make_routes(service), service.metrics, service.settings.client_timeout)
+    timeout = service.settings.client_timeout
+    return Frame(make_routes(service), service.metrics, timeout, service.tracing)
 
 
-def enclosed(routes: ASGIApp, metrics: ServerMetrics, settings: ServerSettings) -> ASGIApp:
+def enclosed(
+    routes: ASGIApp,
+    metrics: ServerMetrics,
+    settings: ServerSettings,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
     """What stands around a server's routes."""
     app: ASGIApp = Gate(routes, settings)
     if settings.cors_origins:
@@ -49,7 +57,7 @@ def enclosed(routes: ASGIApp, metrics: ServerMetrics, settings: ServerSettings) 
             app, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
             allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
         )  # fmt: skip
-    return Frame(app, metrics, settings.client_timeout)
+    return Frame(app, metrics, settings.client_timeout, tracing)
 
 
 def make_routes(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..request import Request as EngineRequest
 from ..request import RequestOutput
 from .errors import ApiError, as_api_error
 from .logs import log
 from .metrics import ServerMetrics
+from .tracing import Tracing
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _QUIET = {"/health", "/ready", "/metrics"}  # asked every few seconds
@@ -32,13 +35,14 @@ class ClientGone(Exception):
 
 @dataclass
 class Context:
-    """What the log says of a request. caller: the number of its API key, or an address. told: what
-    has come of its prompts."""
+    """What log and traces say of a request. caller: the number of its API key, or an address.
+    asked: what its prompts have become for the engine; told: what has come of them."""
 
     request_id: str
     caller: str = ""
     status: int | None = None
     outcome: str = "answered"
+    asked: Sequence[EngineRequest] = ()
     told: list[RequestOutput] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -50,8 +54,15 @@ class Context:
 class Frame:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, client_timeout: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        client_timeout: float,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app, self._metrics, self._client_timeout = app, metrics, client_timeout
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,6 +93,11 @@ class Frame:
             seconds = time.perf_counter() - started
             self._metrics.answered(scope["path"], context.status, seconds)
             self._log(scope, context, seconds)
+            if self._tracing is not None:
+                now = time.time()
+                self._tracing.finished(
+                    scope["path"], Headers(scope=scope), context, (now - seconds, now)
+                )
 
     def _send(self, context: Context, send: Send) -> Send:
         loop = asyncio.get_running_loop()

@@ -33,13 +33,13 @@ def log(
 
 
 def set_up_logs() -> None:
-    """For a process that is nothing but a server: warnings of uvicorn and Ray come in the same
-    form."""
+    """For a process that is nothing but a server: warnings of uvicorn, Ray and OpenTelemetry come
+    in the same form."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name, level in (
         ("lowbit.server", logging.INFO), ("uvicorn", logging.WARNING), ("ray", logging.WARNING),
-        ("ray.serve", logging.WARNING),
+        ("ray.serve", logging.WARNING), ("opentelemetry", logging.WARNING),
     ):  # fmt: skip
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
