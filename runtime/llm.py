@@ -106,7 +106,7 @@ class LLM:
         self.device, self.dtype = loaded.device, loaded.dtype
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]
         self.max_model_len = _context_length(self.model.config, max_model_len)
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self.scheduling_policy = max_num_seqs, scheduling_policy
         self._linears, self.warnings = loaded.linears, loaded.warnings
         self._maker = RequestMaker(loaded, self.vocab_size, self.max_model_len)
         kv = resolve_kv(kv_cache_dtype, loaded.kv, self.model.config)

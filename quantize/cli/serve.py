@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 from ...kernels.errors import UserError
 from ..sizes import parse_size
+from .cache_options import (
+    SemanticCache,
+    SemanticCacheEntries,
+    SemanticCacheMemory,
+    SemanticCacheModel,
+    SemanticCacheTtl,
+    check_cache,
+)
 from .common import model_path
 from .common_options import BatchInvariant, Device, Dtype, ServedModel, Speculate
 from .generate import guesser_of
@@ -17,6 +25,7 @@ from .tracing_option import TracesEndpoint, check_endpoint
 
 if TYPE_CHECKING:
     from ...runtime import LLM
+    from ...runtime.scheduling.config import Policy
 
 _ENGINE, _LIMITS, _ACCESS = "Engine", "Limits", "Access and logs"
 
@@ -64,6 +73,14 @@ def serve(
             rich_help_panel=_ENGINE,
         ),
     ] = None,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help="fcfs: as they come; priority: requests with a lower `priority` first, which may"
+            " take the place of running ones.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = "fcfs",
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
     tool_parser: Annotated[
@@ -127,6 +144,11 @@ def serve(
         ),
     ] = False,
     otlp_traces_endpoint: TracesEndpoint = None,
+    semantic_cache: SemanticCache = None,
+    semantic_cache_model: SemanticCacheModel = None,
+    semantic_cache_entries: SemanticCacheEntries = 1024,
+    semantic_cache_memory: SemanticCacheMemory = "64MB",
+    semantic_cache_ttl: SemanticCacheTtl = 3600.0,
     replicas: Replicas = None,
     ray_address: RayAddress = None,
 ) -> None:
@@ -148,10 +170,14 @@ def serve(
         max_output_tokens=max_output_tokens, rate_limit=rate_limit, client_timeout=client_timeout,
         drain_timeout=drain_timeout, cors_origins=tuple(cors_origin or ()),
         log_prompts=log_prompts, tool_parser=tool_parser,
-        otlp_traces_endpoint=otlp_traces_endpoint,
+        otlp_traces_endpoint=otlp_traces_endpoint, semantic_cache=semantic_cache,
+        semantic_cache_model=semantic_cache_model, semantic_cache_entries=semantic_cache_entries,
+        semantic_cache_bytes=parse_size(semantic_cache_memory, "--semantic-cache-memory"),
+        semantic_cache_ttl=semantic_cache_ttl,
     )  # fmt: skip
+    check_cache(settings, replicas)
 
-    guesser = guesser_of(speculate)
+    guesser, policy = guesser_of(speculate), as_policy(scheduling_policy)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     if kv_bytes is not None and gpu_memory_utilization is not None:
         raise UserError("--kv-memory and --gpu-memory-utilization say the same: give one of them")
@@ -166,6 +192,7 @@ def serve(
             kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_bytes,
             enable_prefix_caching=prefix_caching, speculate=guesser,
             batch_invariant=batch_invariant, gpu_memory_utilization=gpu_memory_utilization,
+            scheduling_policy=policy,
         )  # fmt: skip
 
     run_server(
@@ -202,6 +229,16 @@ def _check_engine(
         kv_memory_within(gpu_share, resolve_device(device))
     if kv not in ("auto", "model"):
         kv_spec_from_name(kv)
+
+
+def as_policy(name: str) -> Policy:
+    from ...runtime.scheduling.config import Policy
+
+    if name not in get_args(Policy):
+        raise UserError(
+            f"--scheduling-policy must be {' or '.join(get_args(Policy))}, got '{name}'"
+        )
+    return cast("Policy", name)
 
 
 def _check_length(folder: Path, asked: int | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.errors import UserError
-from .params import StructuredOutputsParams
+from .params import ParamError, StructuredOutputsParams
 
 CACHE_BYTES = 256 << 20
 MAX_DEPTH = 200  # of brackets in a schema, an expression or a grammar
@@ -48,23 +48,27 @@ class GrammarCompiler:
         self._compiler = self._xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """UserError where xgrammar cannot make a grammar of it, or no text follows it."""
+        """ParamError where xgrammar cannot make a grammar of it, or no text follows it."""
         told = _shortened(params)
         if (depth := _depth(params)) > MAX_DEPTH:
-            raise UserError(
+            raise ParamError(
+                "structured_outputs",
                 f"structured outputs cannot follow {told}: its brackets are {depth} deep, and "
-                f"{MAX_DEPTH} are the most; make it flatter"
+                f"{MAX_DEPTH} are the most; make it flatter",
             )
         try:
             compiled = self._compiled(params)
         except (RuntimeError, ValueError) as e:
             reason = [_PLACE.sub("", line) for line in str(e).strip().splitlines()]
-            raise UserError(
-                f"structured outputs cannot follow {told}: {reason[-1] if reason else e}"
+            raise ParamError(
+                "structured_outputs",
+                f"structured outputs cannot follow {told}: {reason[-1] if reason else e}",
             ) from e
         made = CompiledGrammar(self._xgrammar, compiled, self._vocabulary, self._ends_alone)
         if not made.begin().allowed().any():
-            raise UserError(f"structured outputs cannot follow {told}: no text does")
+            raise ParamError(
+                "structured_outputs", f"structured outputs cannot follow {told}: no text does"
+            )
         return made
 
     def _compiled(self, params: StructuredOutputsParams) -> Any:

@@ -14,6 +14,14 @@ MAX_BIAS = 100.0
 GREEDY = 0.0
 
 
+class ParamError(UserError):
+    """A value that `param`, a field of SamplingParams, cannot have."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the text must be, exactly one of: json (a JSON schema as a dict or as text), regex,
@@ -29,20 +37,28 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
         if len(given) != 1:
-            raise UserError(
+            raise ParamError(
+                "structured_outputs",
                 "structured outputs take exactly one of json, regex, choice, grammar and "
-                f"json_object, got {', '.join(given) or 'none'}"
+                f"json_object, got {', '.join(given) or 'none'}",
             )
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise UserError(f"{name} must be a string, got {getattr(self, name)!r}")
+                raise ParamError(
+                    "structured_outputs", f"{name} must be a string, got {getattr(self, name)!r}"
+                )
         if not isinstance(self.json, str | dict | None):
-            raise UserError(f"json must be a schema, as a dict or as text, got {self.json!r}")
+            raise ParamError(
+                "structured_outputs",
+                f"json must be a schema, as a dict or as text, got {self.json!r}",
+            )
         choice = self.choice
         if choice is not None and (
             isinstance(choice, str) or not choice or not all(isinstance(c, str) for c in choice)
         ):
-            raise UserError(f"choice must be strings, one or more, got {choice!r}")
+            raise ParamError(
+                "structured_outputs", f"choice must be strings, one or more, got {choice!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,25 +103,31 @@ class SamplingParams:
         self._check_numbers()
         self._check_ends()
         if self.n > 1 and self.temperature == GREEDY:
-            raise UserError(
+            raise ParamError(
+                "n",
                 f"n is {self.n} and temperature 0: all continuations would be the same; ask for "
-                "one, or for a temperature above 0"
+                "one, or for a temperature above 0",
             )
         for token, bias in (self.logit_bias or {}).items():
             if not _is_int(token) or not _is_number(bias) or not abs(bias) <= MAX_BIAS:
-                raise UserError(
+                raise ParamError(
+                    "logit_bias",
                     f"logit_bias must give token ids numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
-                    f"got {token!r}: {bias!r}"
+                    f"got {token!r}: {bias!r}",
                 )
         given = self.structured_outputs
         if given is None:
             return
         if not isinstance(given, StructuredOutputsParams):
-            raise UserError(f"structured_outputs must be StructuredOutputsParams, got {given!r}")
+            raise ParamError(
+                "structured_outputs",
+                f"structured_outputs must be StructuredOutputsParams, got {given!r}",
+            )
         if self.ignore_eos or self.min_tokens:
-            raise UserError(
+            raise ParamError(
+                "ignore_eos" if self.ignore_eos else "min_tokens",
                 "structured outputs end where their grammar ends: ignore_eos and min_tokens cannot "
-                "hold them on"
+                "hold them on",
             )
 
     def _check_numbers(self) -> None:
@@ -113,39 +135,48 @@ class SamplingParams:
         _require_int("n", self.n, 1)
         _require_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}"
+            raise ParamError(
+                "min_tokens",
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}",
             )
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise UserError(
-                f"temperature must be a finite number from 0 (greedy) on, got {self.temperature!r}"
+            raise ParamError(
+                "temperature",
+                f"temperature must be a finite number from 0 (greedy) on, got {self.temperature!r}",
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+            raise ParamError("top_p", f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not _is_number(self.min_p) or not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p must be from 0 to 1, got {self.min_p!r}")
+            raise ParamError("min_p", f"min_p must be from 0 to 1, got {self.min_p!r}")
         if not _is_int(self.top_k) or self.top_k < -1:
-            raise UserError(f"top_k must be at least 1, or 0 or -1 for all, got {self.top_k!r}")
+            raise ParamError(
+                "top_k", f"top_k must be at least 1, or 0 or -1 for all, got {self.top_k!r}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:
-                raise UserError(f"{name} must be from -2 to 2, got {value!r}")
+                raise ParamError(name, f"{name} must be from -2 to 2, got {value!r}")
         value = self.repetition_penalty
         if not _is_number(value) or not 0 < value < math.inf:
-            raise UserError(f"repetition_penalty must be a finite number above 0, got {value!r}")
+            raise ParamError(
+                "repetition_penalty",
+                f"repetition_penalty must be a finite number above 0, got {value!r}",
+            )
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < UINT64):
-            raise UserError(f"seed must be from 0 to 2^64 - 1, got {self.seed!r}")
+            raise ParamError("seed", f"seed must be from 0 to 2^64 - 1, got {self.seed!r}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < -1):
-                raise UserError(f"{name} must be at least 0, or -1 for all, got {value!r}")
+                raise ParamError(name, f"{name} must be at least 0, or -1 for all, got {value!r}")
 
     def _check_ends(self) -> None:
         if any(not isinstance(s, str) or not s for s in self.stop_strings):
-            raise UserError(f"stop must be strings that are not empty, got {self.stop!r}")
+            raise ParamError("stop", f"stop must be strings that are not empty, got {self.stop!r}")
         ids = self.stop_token_ids or ()
         if isinstance(ids, str) or not all(_is_int(i) and i >= 0 for i in ids):
-            raise UserError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
+            raise ParamError(
+                "stop_token_ids", f"stop_token_ids must be token ids, got {self.stop_token_ids!r}"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -182,19 +213,20 @@ class BeamSearchParams:
 
 
 def check_vocabulary(params: SamplingParams, vocabulary: int) -> None:
-    """UserError where `params` names token ids that a vocabulary of that size has not."""
+    """ParamError where `params` names token ids that a vocabulary of that size has not."""
     for name in ("logit_bias", "stop_token_ids"):
         outside = [i for i in getattr(params, name) or () if not 0 <= i < vocabulary]
         if outside:
-            raise UserError(
+            raise ParamError(
+                name,
                 f"{name} names token id {outside[0]}, which is out of the vocabulary of "
-                f"{counted(vocabulary, 'token')}"
+                f"{counted(vocabulary, 'token')}",
             )
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
     if not _is_int(value) or value < least:
-        raise UserError(f"{name} must be a whole number, at least {least}, got {value!r}")
+        raise ParamError(name, f"{name} must be a whole number, at least {least}, got {value!r}")
 
 
 def _is_int(value: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...kernels.errors import UserError
 from ..request import CompletionOutput, RequestOutput
+from ..sampling.params import ParamError
 from .answer_cache import look_up
 from .answers import (
     CalledFunction,
@@ -72,19 +72,22 @@ async def _begin(
         **_template_options(body, engine.llm.tokenizer),
     )
     name = f"chatcmpl-{context.request_id}"
-    requests = [await service.request(prompt, params, name, "messages")]
+    requests = [await service.request(prompt, params, name, "messages", body)]
     lookup = await look_up(service, context, body, params, cache_control)
     return Generation(service, context, name, requests, lookup), use
 
 
 def _template_options(body: ChatRequest, tokenizer: Any | None) -> dict[str, Any]:
-    """What the chat template is told beside the messages. UserError for names that mean something
+    """What the chat template is told beside the messages. ParamError for names that mean something
     to what fills it in: another template among them."""
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if options and tokenizer is not None:
         own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         if taken := sorted(own & options.keys()):
-            raise UserError(f"chat_template_kwargs may not set {', '.join(taken)}: leave them out")
+            raise ParamError(
+                "chat_template_kwargs",
+                f"chat_template_kwargs may not set {', '.join(taken)}: leave them out",
+            )
     if body.continue_final_message:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     elif not body.add_generation_prompt:

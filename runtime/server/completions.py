@@ -51,7 +51,7 @@ async def _begin(
     params = body.params(service.most_output(body.max_tokens, default=DEFAULT_TOKENS))
     name = f"cmpl-{context.request_id}"
     requests = [
-        await service.request(prompt, params, f"{name}-{number}", "prompt")
+        await service.request(prompt, params, f"{name}-{number}", "prompt", body)
         for number, prompt in enumerate(prompts)
     ]
     lookup = await look_up(service, context, body, params, cache_control)

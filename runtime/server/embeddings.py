@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from torch import Tensor
 
-from ...kernels.errors import UserError
-from ..sampling.params import SamplingParams
+from ..sampling.params import ParamError, SamplingParams
 from .answers import Embedding, Embeddings, EmbeddingUsage, as_json
 from .errors import ERRORS
 from .frame import Context
@@ -36,7 +35,9 @@ async def _embed(service: Service, body: EmbeddingRequest, context: Context) -> 
     ready, inputs = service.ready(), as_prompts(body.input, "input")
     size = ready.engine.llm.model.config.get_text_config(decoder=True).hidden_size
     if body.dimensions not in (None, size):
-        raise UserError(f"dimensions is {body.dimensions}: this model has {size}, leave it out")
+        raise ParamError(
+            "dimensions", f"dimensions is {body.dimensions}: this model has {size}, leave it out"
+        )
     made: list[Embedding] = []
     tokens = 0
     with ready.places.take(1):

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ...kernels.errors import UserError
 from ..request import RequestFailed
+from ..sampling.params import ParamError
 from ..streams import EngineDeadError, NotStarted
 from .validation import what_is_wrong
 
@@ -87,6 +88,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), code="model_failed")
+    if isinstance(error, ParamError):
+        return ApiError(400, str(error), param=error.param)
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, NotStarted):

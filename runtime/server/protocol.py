@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...kernels.errors import UserError
-from ..sampling.params import SamplingParams, StructuredOutputsParams
+from ..sampling.params import ParamError, SamplingParams, StructuredOutputsParams
 from .validation import shown
 
 _TOKEN = re.compile(r"-?\d{1,20}", re.ASCII)
@@ -91,6 +90,7 @@ class Sampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -102,12 +102,19 @@ class Sampling(Body):
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def structure_field(self) -> str:
+        """Which says what the text must be."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
-        """UserError for values that cannot be."""
+        """ParamError for values that cannot be."""
         if self.stream_options is not None and not self.stream:
-            raise UserError("stream_options is for requests with stream: leave it out")
+            raise ParamError(
+                "stream_options", "stream_options is for requests with stream: leave it out"
+            )
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
-            raise UserError(f"stop has {len(self.stop)} strings: {MAX_STOPS} at most")
+            raise ParamError("stop", f"stop has {len(self.stop)} strings: {MAX_STOPS} at most")
         names = (
             "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p",
             "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos",
@@ -134,11 +141,17 @@ class Sampling(Body):
                 own.json_, own.regex, own.choice, own.grammar, bool(own.json_object)
             )
         if own is not None:
-            raise UserError("response_format and structured_outputs exclude each other: give one")
+            raise ParamError(
+                "structured_outputs",
+                "response_format and structured_outputs exclude each other: give one",
+            )
         if asked.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if asked.json_schema is None:
-            raise UserError("response_format of type json_schema needs json_schema")
+            raise ParamError(
+                "response_format.json_schema",
+                "response_format of type json_schema needs json_schema",
+            )
         return StructuredOutputsParams(json=asked.json_schema.schema_)
 
 
@@ -153,9 +166,11 @@ class CompletionRequest(Sampling):
     def prompts(self) -> list[Any]:
         """Each a text or token ids."""
         if self.suffix:
-            raise UserError("suffix is not supported: this model completes at the end")
+            raise ParamError("suffix", "suffix is not supported: this model completes at the end")
         if self.best_of not in (None, self.n):
-            raise UserError(f"best_of is {self.best_of}: only n, {self.n}, is supported")
+            raise ParamError(
+                "best_of", f"best_of is {self.best_of}: only n, {self.n}, is supported"
+            )
         return as_prompts(self.prompt, "prompt")
 
     def params(self, most: int) -> SamplingParams:
@@ -236,6 +251,11 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
 
+    @property
+    def structure_field(self) -> str:
+        forced = self.tools and self.tool_choice not in (None, "none", "auto")
+        return "tools" if forced else super().structure_field
+
     def asked_tokens(self) -> tuple[int | None, str]:
         """How many, and the field that says so."""
         if self.max_completion_tokens is None:
@@ -246,7 +266,7 @@ class ChatRequest(Sampling):
         """As SamplingParams has it."""
         if not self.logprobs:
             if self.top_logprobs:
-                raise UserError("top_logprobs needs logprobs: true")
+                raise ParamError("top_logprobs", "top_logprobs needs logprobs: true")
             return None
         return self.top_logprobs or 0
 
@@ -279,7 +299,7 @@ def as_prompts(given: str | list[Any], field: str) -> list[Any]:
     alone = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
     prompts: list[Any] = [given] if alone else list(given)
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise UserError(f"{field} has {len(prompts)} texts: from 1 to {MAX_PROMPTS} may be")
+        raise ParamError(field, f"{field} has {len(prompts)} texts: from 1 to {MAX_PROMPTS} may be")
     return prompts
 
 
@@ -288,5 +308,7 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
         return None
     wrong = next((token for token in given if not _TOKEN.fullmatch(token)), None)
     if wrong is not None:
-        raise UserError(f"logit_bias must give numbers to token ids, got {shown(wrong)}")
+        raise ParamError(
+            "logit_bias", f"logit_bias must give numbers to token ids, got {shown(wrong)}"
+        )
     return {int(token): bias for token, bias in given.items()}

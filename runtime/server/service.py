@@ -15,13 +15,14 @@ from ..async_engine import AsyncEngine
 from ..llm import LLM
 from ..prompts import PromptTooLong
 from ..request import Request as EngineRequest
-from ..sampling.params import SamplingParams
+from ..sampling.params import ParamError, SamplingParams
 from ..streams import EngineDeadError
 from .answer_cache import AnswerCache
 from .errors import ApiError
 from .limits import Places
 from .logs import log
 from .metrics import ServerMetrics
+from .protocol import Sampling
 from .settings import ServerSettings
 from .text_vectors import make_vectors
 from .tracing import Tracing
@@ -117,10 +118,15 @@ class Service:
         return asked
 
     async def request(
-        self, prompt: object, params: SamplingParams, request_id: str, field: str
+        self,
+        prompt: object,
+        params: SamplingParams,
+        request_id: str,
+        field: str,
+        body: Sampling | None = None,
     ) -> EngineRequest:
         """Of a prompt that is no longer than it may be, with no more continuations than run at
-        once. field: where it was given."""
+        once. field: where it was given. body: that asks for it, where it is to be continued."""
         most = self.ready().places.running
         if params.n > most:
             raise ApiError(
@@ -132,6 +138,12 @@ class Service:
             made = await self.ready().engine.request(prompt, params, request_id)  # type: ignore[arg-type]
         except PromptTooLong as e:
             raise ApiError(422, str(e), code="context_length_exceeded", param=field) from e
+        except ParamError as e:
+            if body is None or e.param != "structured_outputs":
+                raise
+            raise ApiError(400, str(e), param=body.structure_field) from e
+        if body is not None and body.priority:
+            made.priority = self._priority(body.priority)
         limit, length = self.settings.max_prompt_tokens, len(made.prompt_token_ids)
         if limit is not None and length > limit:
             raise ApiError(
@@ -139,6 +151,16 @@ class Service:
                 code="prompt_too_long", param=field,
             )  # fmt: skip
         return made
+
+    def _priority(self, asked: int) -> int:
+        """ApiError where requests run as they came."""
+        if self.ready().engine.llm.scheduling_policy != "priority":
+            raise ApiError(
+                422, f"priority is {asked}, and requests run here as they came: leave it out, or "
+                "start the server with --scheduling-policy priority",
+                code="no_priorities", param="priority",
+            )  # fmt: skip
+        return asked
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the loading thread."""

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ...kernels.errors import UserError, did_you_mean
-from ..sampling.params import StructuredOutputsParams
+from ..sampling.params import ParamError, StructuredOutputsParams
 from .protocol import ChatRequest, NamedTool, Tool
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -167,25 +167,29 @@ def tool_use(body: ChatRequest, tokenizer: Any | None, setting: str) -> ToolUse:
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
-            raise UserError("tool_choice needs tools")
+            raise ParamError("tool_choice", "tool_choice needs tools")
         return ToolUse(None, None, "plain")
     if choice == "none":
         return ToolUse(None, None, "plain")
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
-        raise UserError("tools have names that are alike: each needs one of its own")
+        raise ParamError("tools", "tools have names that are alike: each needs one of its own")
     template = "" if tokenizer is None else _template(tokenizer)
     if "tools" not in template:
-        raise UserError("the model's chat template takes no tools: leave them out")
+        raise ParamError("tools", "the model's chat template takes no tools: leave them out")
     told = [tool.model_dump(exclude_none=True) for tool in body.tools]
     if choice in (None, "auto"):
         return ToolUse(told, None, _format(setting, template))
     if body.response_format is not None or body.structured_outputs is not None:
-        raise UserError("tool_choice says what the answer is: leave response_format out")
+        field = "response_format" if body.structured_outputs is None else "structured_outputs"
+        raise ParamError(field, f"tool_choice says what the answer is: leave {field} out")
     if isinstance(choice, NamedTool):
         name = choice.function.name
         if name not in names:
-            raise UserError(f"tool_choice names no tool '{name}'{did_you_mean(name, names)}")
+            raise ParamError(
+                "tool_choice.function.name",
+                f"tool_choice names no tool '{name}'{did_you_mean(name, names)}",
+            )
         schema = _parameters(body.tools[names.index(name)])
         return ToolUse(told, StructuredOutputsParams(json=schema), "forced", name)
     schema = _calls_schema(body.tools, one=body.parallel_tool_calls is False)
