@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ....kernels.errors import UserError
 
+CONNECT_SECONDS = 5.0
 OBJECT_STORE = 256 << 20  # bytes: requests and answers pass through it, models do not
 GIB = 1 << 30
 _ROUTERS = (  # the same class: the public name cannot be imported where there is no vLLM
@@ -43,11 +45,27 @@ def check_ray() -> None:
         raise UserError(f"--replicas needs Ray Serve ({e}): pip install 'lowbit[ray]'") from e
 
 
+def check_address(address: str) -> None:
+    """UserError where nobody answers there: Ray itself tries for many minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as e:
+        raise UserError(
+            f"no Ray cluster answers at '{address}' ({e}): start one with 'ray start --head' and "
+            "give HOST:PORT as it prints it, or 'auto' on a machine of the cluster"
+        ) from e
+
+
 def connect(address: str | None) -> list[Machine]:
     """This process becomes a part of the cluster at `address`, or of a new one on this machine
     alone. UserError where there is none."""
     import ray
 
+    if address is not None:
+        check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
@@ -58,11 +76,11 @@ def connect(address: str | None) -> list[Machine]:
             )  # fmt: skip
         else:
             ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as e:
+    except Exception as e:  # of that very class, where a process of Ray does not come up in time
         told = str(e).partition("\n")[0]
         raise UserError(
-            f"there is no Ray cluster at '{address or 'local'}' ({told}): start one with 'ray start"
-            " --head', and give the address that it prints"
+            f"Ray cannot be started or reached here ({told}): start a cluster with 'ray start "
+            "--head' and give the address that it prints with --ray-address"
         ) from e
     return [
         Machine(int(r.get("CPU", 0)), int(r.get("GPU", 0)), int(r.get("memory", 0)))

@@ -73,15 +73,20 @@ class Forward:
         )  # fmt: skip
 
     async def _health(self) -> Any:
-        if self._front.state == "dead":
-            raise ApiError(503, "the replicas have ended", code="dead")
-        return JSONResponse({"status": self._front.state})
+        state = self._front.state
+        if state == "ready":
+            seen = await self._front.look()
+            state = "dead" if seen.failed and not seen.running else state
+        if state == "dead":
+            raise ApiError(503, "no replica runs, and none can be started", code="dead")
+        return JSONResponse({"status": state})
 
     async def _ready(self) -> Any:
         self._front.ready()
-        if not (running := await self._front.running()):
+        seen = await self._front.look()
+        if not seen.running:
             raise ApiError(503, "no replica runs at the moment", code="loading", retry_after=5)
-        return JSONResponse({"status": "ready", "replicas": running})
+        return JSONResponse({"status": "ready", "replicas": seen.running})
 
     async def _metrics(self) -> Any:
         told: list[Any] = []

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ....kernels.errors import UserError
 from ..errors import ApiError
@@ -25,6 +25,13 @@ State = Literal["loading", "ready", "draining", "dead"]
 POLL_SECONDS = 0.5
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 60.0
 MORE_ONGOING = 64  # requests of a replica beside those that run and wait: they are answered at once
+
+
+class Look(NamedTuple):
+    """running: replicas that take requests. failed: why Ray cannot have as many as it should."""
+
+    running: int
+    failed: str | None
 
 
 class Front:
@@ -46,7 +53,7 @@ class Front:
         self._load, self._replicas, self._share = load, replicas, share
         self._max_num_seqs = max_num_seqs
         self._name = f"lowbit-{uuid.uuid4().hex[:8]}"  # beside whatever else the cluster serves
-        self._running, self._looked = 0, 0.0
+        self._seen, self._when = Look(0, None), 0.0
         self._stop: Callable[[], None] = lambda: None
 
     def begin(self, stop: Callable[[], None]) -> None:
@@ -80,26 +87,25 @@ class Front:
             }[self.state]  # fmt: skip
             raise ApiError(503, why, code=self.state, retry_after=5)
 
-    async def running(self) -> int:
-        """Replicas that take requests."""
-        if time.monotonic() - self._looked > POLL_SECONDS:
-            self._looked = time.monotonic()
-            self._running, _ = await asyncio.to_thread(self._look)
-        return self._running
+    async def look(self) -> Look:
+        """How the replicas are, or were a moment ago."""
+        if time.monotonic() - self._when > POLL_SECONDS:
+            self._when = time.monotonic()
+            self._seen = await asyncio.to_thread(self._look)
+        return self._seen
 
-    def _look(self) -> tuple[int, str | None]:
-        """Replicas that run; why they cannot, where that is so."""
+    def _look(self) -> Look:
         from ray import serve
 
         app = serve.status().applications.get(self._name)
         if app is None:
-            return 0, None
+            return Look(0, None)
         told = list(app.deployments.values())
         running = sum(
             n for d in told for state, n in d.replica_states.items() if state == "RUNNING"
         )
-        failed = app.status == "DEPLOY_FAILED"
-        return running, "; ".join([app.message, *(d.message for d in told)]) if failed else None
+        failed = app.status in ("DEPLOY_FAILED", "UNHEALTHY")
+        return Look(running, "; ".join(d.message for d in told) if failed else None)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own."""
@@ -107,10 +113,10 @@ class Front:
         try:
             router = self._deploy()
             while True:
-                running, failed = self._look()
-                if failed is not None:
-                    raise UserError(f"the replicas cannot be started: {failed}")
-                if running == self._replicas or self.state != "loading":
+                seen = self._look()
+                if seen.failed is not None:
+                    raise UserError(f"the replicas cannot be started: {seen.failed}")
+                if seen.running == self._replicas or self.state != "loading":
                     break
                 time.sleep(POLL_SECONDS)
         except BaseException as e:
