@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import openai
 import pytest
 import torch
 from lowbit.kernels.errors import UserError
+from lowbit.quantize.cli.cache_options import check_cache
 from lowbit.runtime import LLM
 from lowbit.runtime.embeddings import mean_pooled
 from lowbit.runtime.server.near_texts import asks_another
 from lowbit.runtime.server.semantic_cache import Answer, SemanticCache, near_rows
 from lowbit.runtime.server.settings import ServerSettings
-from lowbit.runtime.server.text_vectors import CENTRE_TEXTS, OwnVectors, centred
+from lowbit.runtime.server.text_vectors import CENTRE_TEXTS, OwnVectors, SentenceVectors, centred
+from transformers import BertConfig, BertModel, BertTokenizer
 
 from .runtime_models import FAMILIES, save_tiny
 from .serving import NAME, Served, served, until
@@ -372,3 +375,34 @@ def test_vectors_are_seen_from_the_centre_of_many_texts(folder):
 def test_settings_that_cannot_be_are_refused(more, told):
     with pytest.raises(UserError, match=told):
         ServerSettings("x", **more)
+
+
+def test_without_its_package_a_sentence_model_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    settings = ServerSettings("x", semantic_cache=0.9, semantic_cache_model="some/model")
+    with pytest.raises(UserError, match=r"pip install 'lowbit\[semantic\]'"):
+        check_cache(settings, None)
+    check_cache(ServerSettings("x", semantic_cache=0.9), 2)
+    keyed = ServerSettings("x", semantic_cache=0.9, api_keys=("first-key-of-two",))
+    with pytest.raises(UserError, match="replicas are not told whose key asks"):
+        check_cache(keyed, 2)
+
+
+def test_a_sentence_models_vectors_are_compared_where_one_is_named(folder, tmp_path):
+    package = pytest.importorskip("sentence_transformers", reason="no sentence-transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "is", "the", "capital", "of"]
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, "australia", "sort", "numbers"]))
+    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    package.SentenceTransformer(str(tmp_path / "bert"), device="cpu").save(str(tmp_path / "st"))
+    with served(folder, semantic_cache=0.9, semantic_cache_model=str(tmp_path / "st")) as server:
+        for text, state in ((QUESTION, "miss"), (NEAR, "hit"), (OTHER, "miss")):
+            assert ask(server, chat(text))[0] == state
+    with pytest.raises(UserError, match="cannot be loaded"):
+        SentenceVectors(str(tmp_path / "nothing"), "cpu")
