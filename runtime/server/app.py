@@ -11,6 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Lifespan
 
+from .answer_cache import HEADER as CACHE_HEADER
 from .chat import chat_routes
 from .completions import completion_routes
 from .embeddings import embedding_routes
@@ -55,7 +56,7 @@ def enclosed(
     if settings.cors_origins:
         app = CORSMiddleware(
             app, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", CACHE_HEADER],
         )  # fmt: skip
     return Frame(app, metrics, settings.client_timeout, tracing)
 
