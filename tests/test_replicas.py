@@ -284,7 +284,9 @@ def test_a_model_that_no_replica_can_load_ends_the_server(model, tmp_path, comma
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     outcome = command("serve", broken, "--replicas", "1", "--port", "0")
-    assert outcome.code == 1 and "the replicas cannot be started" in outcome.stderr
+    last = outcome.stderr.splitlines()[-1]
+    assert outcome.code == 2 and last.startswith("quantize: the replicas cannot be started: ")
+    assert "model.safetensors is truncated or damaged" in last
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def guesser_of(speculate: str | None) -> str | None:
     if speculate is None or speculate in GUESSERS:
         return speculate
     try:
-        return str(model_path(speculate))
+        return str(model_path(speculate).absolute())
     except UserError as e:
         raise UserError(
             f"--speculate takes {', '.join(GUESSERS)} or a smaller model, got '{speculate}'"

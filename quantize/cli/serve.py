@@ -162,7 +162,7 @@ def serve(
 
     check_endpoint(otlp_traces_endpoint)
     check_replicas(replicas, ray_address, device)
-    folder = model_path(model)
+    folder = model_path(model).absolute()  # replicas have another working directory
     settings = ServerSettings(
         model_name=name or Path(model).resolve().name, host=host, port=port,
         api_keys=read_api_keys(api_key_file), max_queue=max_queue, queue_timeout=queue_timeout,

@@ -57,8 +57,6 @@ class Forward:
                 await answer.relay()
                 return
             except Lost as e:
-                if answer.whole:
-                    return
                 log(
                     "replica lost", logging.ERROR, request_id=context.request_id, attempt=attempt,
                     replica=context.fields.get("replica"), begun=answer.begun, reason=str(e),
@@ -116,6 +114,8 @@ class _Answer:
             await self._accepted(pieces)
             async for piece in pieces:
                 await self._pass(piece)
+                if self.whole:  # not a moment later: the client may go
+                    break
             ended = True
         except RayError as e:
             if isinstance(e, RayTaskError):

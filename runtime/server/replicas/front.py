@@ -115,7 +115,9 @@ class Front:
             while True:
                 seen = self._look()
                 if seen.failed is not None:
-                    raise UserError(f"the replicas cannot be started: {seen.failed}")
+                    log("a replica failed", logging.ERROR, traceback=seen.failed)
+                    reason = seen.failed.strip().rpartition("\n")[2]
+                    raise UserError(f"the replicas cannot be started: {reason}")
                 if seen.running == self._replicas or self.state != "loading":
                     break
                 time.sleep(POLL_SECONDS)
