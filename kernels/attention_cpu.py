@@ -44,9 +44,10 @@ class _Group(NamedTuple):
     """Sequences that are attended to at once, of as many new tokens each.
 
     rows: int64 [seqs * n], their tokens in q; None where they are all of q, in order. tables:
-    [seqs, blocks]; blocks: their `block_rows`. bias: added to the logits, [seqs, 1 or heads, n,
-    keys], or with `folded`, [seqs, 1 or kv_heads, shared * n, keys]; None where a sequence has no
-    keys but those of its new tokens, whose mask is a triangle.
+    [seqs, blocks]; blocks: their `block_rows`, [2, seqs, kv_heads * blocks], of keys and, in the
+    keys' pair, of values. bias: added to the logits, [seqs, 1 or heads, n, keys], or with `folded`,
+    [seqs, 1 or kv_heads, shared * n, keys]; None where a sequence has no keys but those of its new
+    tokens, whose mask is a triangle.
     """
 
     rows: Tensor | None
@@ -85,7 +86,8 @@ def attend_gathered(
         q = rotate_heads(q.float()).to(q.dtype)  # gathered keys are turned back
     shared = q.shape[1] // keys.kv_heads
     # slopes are told apart by identity: the key keeps them alive
-    key = ("sdpa_cpu", options.sliding_window, options.alibi_slopes, q.dtype, shared)
+    form = (q.dtype, shared, keys.codes.shape)
+    key = ("sdpa_cpu", options.sliding_window, options.alibi_slopes, form)
     groups = batch.once(key, lambda: _plan(batch, keys, options, q.dtype, shared))
     if len(groups) == 1 and groups[0].rows is None:
         return _attend(q, keys, values, groups[0], options)
@@ -126,9 +128,7 @@ def _attend(
 def _by_flash(
     q: Tensor, keys: BlockPool, values: BlockPool | None, group: _Group, scale: float
 ) -> tuple[Tensor, Tensor]:
-    k = v = _gathered(keys, group.tables, q.dtype, group.blocks, 0)
-    if values is not None:
-        v = _gathered(values, group.tables, q.dtype, group.blocks, 1)
+    k, v = _both(keys, values, group.tables, q.dtype, group.blocks)
     if not group.folded:
         k, v = (x.repeat_interleave(q.shape[1] // keys.kv_heads, 1) for x in (k, v))
     if group.bias is None:
@@ -163,14 +163,10 @@ def _by_products(
     length = group.tables.shape[1] * keys.block_size
     parts = -(-seqs * kv_heads * length * head_dim // KEYS_AT_ONCE)
     step = -(-seqs // min(parts, seqs))
-    blocks = group.blocks.view(seqs, -1)
     outs, lses = [], []
     for i in range(0, seqs, step):
         part = slice(i, i + step)
-        tables, where = group.tables[part], blocks[part].flatten()
-        k = v = _gathered(keys, tables, q.dtype, where, 0)
-        if values is not None:
-            v = _gathered(values, tables, q.dtype, where, 1)
+        k, v = _both(keys, values, group.tables[part], q.dtype, group.blocks[:, part])
         k, v, queries = (x.flatten(0, 1) for x in (k, v, q[part]))
         near = torch.bmm(queries, k.mT)
         rest = torch.baddbmm(near, queries, k.mT, beta=-1)
@@ -186,6 +182,29 @@ def _by_products(
     return out.view(q.shape), lse
 
 
+def _both(
+    keys: BlockPool, values: BlockPool | None, tables: Tensor, dtype: torch.dtype, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the blocks of `tables` [seqs, n] hold of keys and of values, each [seqs, kv_heads, n *
+    block_size, head_dim]; the values are the keys where `values` is None. rows: of a `_Group`."""
+    if keys.pair is not None and values is not None:
+        k, v = _gathered(keys.pair, 2 * tables.shape[0], dtype, rows.reshape(-1), 0).chunk(2)
+        return k, v
+    own = rows[0].reshape(-1)
+    k = v = _of_pool(keys, tables, dtype, own, 0)
+    if values is not None:
+        v = _of_pool(values, tables, dtype, own, 1)
+    return k, v
+
+
+def _of_pool(
+    pool: BlockPool, tables: Tensor, dtype: torch.dtype, rows: Tensor, which: int
+) -> Tensor:
+    if pool.fmt is not None:
+        return gather_blocks(pool, tables, dtype, rows)
+    return _gathered(pool.codes, tables.shape[0], dtype, rows, which)
+
+
 class _Kept(threading.local):
     """A thread's memory for gathered keys and values, by which of them and dtype."""
 
@@ -196,22 +215,20 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def _gathered(
-    pool: BlockPool, tables: Tensor, dtype: torch.dtype, rows: Tensor, which: int
-) -> Tensor:
-    """`gather_blocks`, if it fits into memory number `which` that the thread keeps for it: new
-    pages from the system would take longer than the products."""
-    codes = pool.codes
-    seqs, (_, heads, size, dim) = tables.shape[0], codes.shape
-    count = rows.shape[0] * size * dim
-    if pool.fmt is not None or count > KEYS_AT_ONCE or codes.dtype != dtype:
-        return gather_blocks(pool, tables, dtype, rows)
+def _gathered(codes: Tensor, seqs: int, dtype: torch.dtype, rows: Tensor, which: int) -> Tensor:
+    """Heads' blocks `rows` of codes [blocks, heads, size, dim]: [seqs, heads, n, dim] in `dtype`,
+    in memory number `which` that the thread keeps for it, if they fit: new pages from the system
+    would take longer than the products."""
+    _, heads, size, dim = codes.shape
+    source, count = codes.view(-1, size * dim), rows.shape[0] * size * dim
+    if count > 2 * KEYS_AT_ONCE or codes.dtype != dtype:
+        return source.index_select(0, rows).view(seqs, heads, -1, dim).to(dtype)
     kept = _kept.parts.get((which, dtype))
     if kept is None:
         with torch.inference_mode(False):
-            kept = _kept.parts[which, dtype] = torch.empty(KEYS_AT_ONCE, dtype=dtype)
+            kept = _kept.parts[which, dtype] = torch.empty(2 * KEYS_AT_ONCE, dtype=dtype)
     out = kept[:count].view(-1, size * dim)
-    torch.index_select(codes.view(-1, size * dim), 0, rows, out=out)
+    torch.index_select(source, 0, rows, out=out)
     return out.view(seqs, heads, -1, dim)
 
 
@@ -276,7 +293,9 @@ def _group(
         if folded:
             split = (-1, shared) if bias.shape[1] > 1 else (1, 1)
             bias = bias.unflatten(1, split).expand(-1, -1, shared, -1, -1).flatten(2, 3)
-    return _Group(rows, tables, block_rows(tables, keys.kv_heads), bias, folded)
+    own = block_rows(tables, keys.kv_heads).view(len(members), -1)
+    behind = keys.codes.shape[0] * keys.kv_heads
+    return _Group(rows, tables, torch.stack([own, own + behind]), bias, folded)
 
 
 def _bias(distance: Tensor, options: AttentionOptions, dtype: torch.dtype) -> Tensor:

@@ -8,11 +8,10 @@ quantized one. The kernel `dequant` keeps the codes instead and pays on every ca
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem, dense_weight
-from .plain_linear import TORCH, PlainKernel, PlainProblem, choose_plain
+from .plain_linear import PlainKernel, PlainProblem, choose_plain
 
 
 def _decline(problem: LinearProblem) -> str | None:
@@ -20,9 +19,6 @@ def _decline(problem: LinearProblem) -> str | None:
 
 
 def _plain(problem: LinearProblem) -> PlainKernel:
-    """Float32 is the reference's own product, to the last bit, but for `batch_invariant`."""
-    if problem.dtype == torch.float32 and not problem.batch_invariant:
-        return TORCH
     plain = PlainProblem(problem.dtype, problem.device, problem.batch_invariant)
     return choose_plain(plain).candidate
 

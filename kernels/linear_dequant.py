@@ -9,13 +9,13 @@ weight that lives for the length of a call is bounded whatever the layer's size 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .affine import expand_groups, stored_scale_value
 from .bitplanes import pack_planes, unpack_planes
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
 from .packing import pack_e2m1, unpack_e2m1
+from .plain_linear import product_dtype, wide_linear
 from .row_tiles import row_tiles
 
 CHUNK_WEIGHTS = 1 << 24  # 64 MiB of float32
@@ -66,13 +66,14 @@ def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
     rows = max(1, CHUNK_WEIGHTS // problem.in_features)
+    dtype = product_dtype(problem.dtype, x.device.type)
     outputs = []
     for start in range(0, problem.out_features, rows):
         stop = min(start + rows, problem.out_features)
-        w = _dequantize_rows(tensors, problem, start, stop)
+        w = _dequantize_rows(tensors, problem, start, stop).to(dtype)
         part = None if bias is None else bias[start:stop]
         with row_tiles(problem.batch_invariant):
-            outputs.append(F.linear(x, w, part))
+            outputs.append(wide_linear(x, w, part))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 

@@ -6,8 +6,9 @@ weight is worth (u - 8) * scale + zero with u the unsigned code. Our value (code
 scale with code = u - 8 gives zero = -zero_point * scale. Scales are rounded to bf16, the sum is in
 float32. With float32 or float16 activations the op falls to a scalar loop that is 10 to 50 times
 slower, so those are declined. Its time grows with the rows of x: 16 rows take as long as a dense
-product of 60. Above `MAX_ROWS` the weight is dequantized for a product in bfloat16, if it is
-packed as the op packs it on CPUs with AVX512, 64 rows of it together, which a trial tells.
+product of 60. Above `MAX_ROWS` the weight is dequantized for a product in bfloat16 (float32 where
+the CPU has none in bfloat16), if it is packed as the op packs it on CPUs with AVX512 or AVX2, 64 or
+32 rows of it together, which a trial tells.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
+from .plain_linear import product_dtype, wide_linear
 from .row_tiles import CPU_ROWS, in_row_tiles
 
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_ROWS = 128
-BLOCK = 64  # rows of a weight whose codes of one column lie together
+BLOCKS = (64, 32)  # rows of a weight whose codes of one column lie together
 
 
 def _decline(problem: LinearProblem) -> str | None:
@@ -62,27 +63,30 @@ def _run(
     rows = x.reshape(-1, problem.in_features)
     if problem.batch_invariant and len(rows) != CPU_ROWS:
         return in_row_tiles(lambda tile: _run(tile, tensors, bias, problem), x)
-    if len(rows) > MAX_ROWS and problem.out_features % BLOCK == 0 and _packs_as_known():
-        w = _dequantize(packed, scale_and_zero, problem)
-        return F.linear(x, w.t(), bias)
+    block = _block() if len(rows) > MAX_ROWS else None
+    if block is not None and problem.out_features % block == 0:
+        return wide_linear(x, _dequantize(packed, scale_and_zero, problem, block).t(), bias)
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, problem.group_size, scale_and_zero)
     if bias is not None:
         y += bias
     return y.view(*x.shape[:-1], problem.out_features)
 
 
-def _unpack(packed: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Unsigned codes of the first and the second half of each block's rows, uint8 [in, blocks, 32],
-    from the packed weight [out, in / 2]."""
-    pairs = packed.view(-1, columns, BLOCK // 2).transpose(0, 1)
+def _unpack(packed: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    """Unsigned codes of the first and the second half of each block's rows, uint8 [in, blocks,
+    block / 2], from the packed weight [out, in / 2]."""
+    pairs = packed.view(-1, columns, block // 2).transpose(0, 1)
     return pairs & 15, pairs >> 4
 
 
-def _dequantize(packed: Tensor, scale_and_zero: Tensor, problem: LinearProblem) -> Tensor:
-    """The weight's transpose, bfloat16 [in, out]."""
+def _dequantize(
+    packed: Tensor, scale_and_zero: Tensor, problem: LinearProblem, block: int
+) -> Tensor:
+    """The weight's transpose [in, out], in the dtype of the product."""
     columns, out = problem.in_features, problem.out_features
-    w = packed.new_empty(columns, out // BLOCK, 2, BLOCK // 2, dtype=torch.bfloat16)
-    for half, codes in enumerate(_unpack(packed, columns)):
+    dtype = product_dtype(torch.bfloat16, "cpu")
+    w = packed.new_empty(columns, out // block, 2, block // 2, dtype=dtype)
+    for half, codes in enumerate(_unpack(packed, columns, block)):
         w[:, :, half] = codes
     groups = w.view(-1, problem.group_size, out)
     scale, zero = scale_and_zero.unbind(-1)
@@ -93,11 +97,15 @@ def _dequantize(packed: Tensor, scale_and_zero: Tensor, problem: LinearProblem) 
 
 
 @functools.cache
-def _packs_as_known() -> bool:
-    codes = (torch.arange(2 * BLOCK * 64) * 2654435761 // 128 % 16).int().view(-1, 64)  # no pattern
+def _block() -> int | None:
+    """The one of BLOCKS by which this CPU's op packs; None: another way."""
+    codes = (torch.arange(2 * 64 * 64) * 2654435761 // 128 % 16).int().view(-1, 64)  # no pattern
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    halves = torch.stack(_unpack(packed, codes.shape[1]), 2)  # [in, blocks, 2, 32]
-    return torch.equal(halves.view(codes.shape[1], -1).T.int(), codes)
+    for block in BLOCKS:
+        halves = torch.stack(_unpack(packed, codes.shape[1], block), 2)
+        if torch.equal(halves.view(codes.shape[1], -1).T.int(), codes):
+            return block
+    return None
 
 
 INT4PACK_CPU = LinearKernel("int4pack_cpu", _decline, _pack, _run)

@@ -11,11 +11,11 @@ without a second copy.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .affine import dequantize_affine
 from .linear_ops import LinearKernel, LinearOperands, LinearProblem
+from .plain_linear import product_dtype, wide_linear
 
 MAX_ROWS = 64
 
@@ -51,7 +51,8 @@ def _run(
     codes, scale = tensors
     rows = x.reshape(-1, problem.in_features)
     if rows.shape[0] > MAX_ROWS:
-        return F.linear(x, dequantize_affine(codes, scale.unsqueeze(-1), None, x.dtype), bias)
+        dtype = product_dtype(x.dtype, "cpu")
+        return wide_linear(x, dequantize_affine(codes, scale.unsqueeze(-1), None, dtype), bias)
     y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
     if bias is not None:
         y += bias

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import ActivationFormat, fake_quantize_activation
 from .affine import dequantize_affine, stored_scale_value
 from .dispatch import Choice, choose
+from .plain_linear import product_dtype, wide_linear
 
 
 class LinearProblem(NamedTuple):
@@ -82,10 +82,11 @@ def linear_reference(
     x: Tensor, operands: LinearOperands, bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
     """The definition: W is dequantized in float32 and rounded once to x's dtype, so is the
-    fake-quantized x; they are multiplied in it."""
+    fake-quantized x; they are multiplied in it, or in float32 (`product_dtype`)."""
     if problem.activation is not None:
         x = fake_quantize_activation(x, problem.activation, operands.input_scale)
-    return F.linear(x, dense_weight(operands, problem, x.dtype), bias)
+    w = dense_weight(operands, problem, x.dtype)
+    return wide_linear(x, w.to(product_dtype(x.dtype, x.device.type)), bias)
 
 
 def dense_weight(operands: LinearOperands, problem: LinearProblem, dtype: torch.dtype) -> Tensor:

@@ -34,6 +34,7 @@ class BlockPool(NamedTuple):
     scale: Tensor | None = None
     offset: Tensor | None = None
     static_scale: Tensor | None = None
+    pair: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -128,6 +129,15 @@ def new_pool(
     part = _scale_shape(fmt, shape, head_dim)
     scale, offset = (_zeros(part, SCALE_DTYPE, device) for _ in range(2))
     return BlockPool(codes, fmt, scale, None if fmt.symmetric else offset)
+
+
+def new_pair(
+    blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> tuple[BlockPool, BlockPool]:  # fmt: skip
+    """Empty pools of unquantized keys and values in one memory: one op reads or writes both."""
+    both = _zeros((2 * blocks, kv_heads, block_size, head_dim), dtype, device)
+    return BlockPool(both[:blocks], pair=both), BlockPool(both[blocks:])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

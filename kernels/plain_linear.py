@@ -1,21 +1,27 @@
 """Linears whose weights are floats: y = x @ W.T + bias.
 
-oneDNN multiplies 16-bit floats from a layout of its own; torch's `linear` reorders a weight into it
-on each call, which takes longer than the product until there are some hundred rows. So bfloat16
-weights are reordered once. In float32 torch has MKL multiply, which is slower than oneDNN from a
-few rows on, even with weights as they are (kernels/float32_linears.py).
+oneDNN multiplies from a layout of its own; torch's `linear` reorders a bfloat16 weight into it on
+each call, which takes longer than the product until there are some hundred rows. So bfloat16
+weights are reordered once. In float32 torch has MKL multiply, which keeps to few instructions on
+other makers' CPUs, so that oneDNN is faster there (kernels/float32_linears.py); with AVX512 even
+with weights as they are. CPUs without AVX512 have no instructions for 16-bit floats, and
+no library a good product of them: more than two rows are multiplied in float32 there, the weight
+made wide part by part.
 
 Measured (one thread of a Zen 5 core, weights in the cache, 3072 x 576, microseconds of `linear`
 and of these): bfloat16, 1 row 110 and 55, 16 rows 198 and 139, 512 rows 4105 and 3946; float32,
 1 row 98 and 99, 4 rows 257 and 222, 16 rows 709 and 367. `torch.mv`, which does without oneDNN,
-takes 161 for a row of bfloat16.
+takes 161 for a row of bfloat16. Two Zen 3 cores, weights in memory: float32, 1 row 873 and 583, 8
+rows 1877 and 824, 512 rows 16041 and 13478; bfloat16, 8 rows 1831 and 1315, 512 rows 183 ms and 14.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +31,9 @@ from torch import Tensor
 from .dispatch import Choice, choose
 from .row_tiles import in_row_tiles
 
-FLOAT32_ROWS = 4  # from which oneDNN is faster
+FLOAT32_ROWS = 4  # from which oneDNN is faster with weights as they are
+WIDE_ROWS = 3  # from which 16-bit floats are multiplied in float32, where there is nothing better
+WIDE_WEIGHTS = 1 << 21  # of them made wide at once: 8 MiB
 
 
 class PlainProblem(NamedTuple):
@@ -40,13 +48,16 @@ class PlainProblem(NamedTuple):
 @dataclass(frozen=True)
 class PlainKernel:
     """One implementation. `pack(W [out, in])`: the tensor that `run(x, packed, bias)` wants;
-    `repacks`: whether that is another than W. `decline(problem)`: None, or why it cannot run."""
+    `repacks`: whether that is another than W. `decline(problem)`: None, or why it cannot run.
+    `add(x, packed, bias, onto)`: what `run` gives, added to `onto` [..., out] in float32 and
+    rounded once; None where that is not one op."""
 
     name: str
     decline: Callable[[PlainProblem], str | None]
     pack: Callable[[Tensor], Tensor]
     run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     repacks: bool = False
+    add: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor] | None = None
 
 
 def _decline(
@@ -70,10 +81,29 @@ def _has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def _has_float16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+_HAS = {torch.bfloat16: _has_bfloat16, torch.float16: _has_float16}
+
+
 def has_fast_float32() -> bool:
-    """Whether oneDNN's float32 products use wider instructions than MKL's may."""
-    avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return avx512 and torch.backends.mkldnn.is_available()
+    """Whether oneDNN's float32 products are faster than MKL's."""
+    return torch.backends.mkldnn.is_available() and (_has_avx512() or not _is_intel())
+
+
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@functools.cache
+def _is_intel() -> bool:
+    """True where the system does not tell."""
+    try:
+        return "AuthenticAMD" not in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
 
 
 def _reorder(weight: Tensor) -> Tensor:
@@ -87,10 +117,68 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def onednn_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor) -> Tensor:
+    """onto + `onednn_linear`."""
+    if not x.numel():
+        return onto
+    return torch.ops.mkldnn._linear_pointwise.binary(x, onto, weight, bias, "add")
+
+
 def _float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() < FLOAT32_ROWS * x.shape[-1]:
         return F.linear(x, weight, bias)
     return onednn_linear(x, weight, bias)
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """In which products of `dtype` are computed: float32 for 16-bit floats on a CPU that has no
+    instructions for them, itself otherwise."""
+    if device != "cpu" or dtype not in _HAS:
+        return dtype
+    return dtype if _HAS[dtype]() else torch.float32
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` in the weight's dtype, [..., out] in x's."""
+    bias = None if bias is None else bias.to(weight.dtype)
+    return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+
+def _by_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`wide_linear` in float32 of a weight of 16-bit floats, few rows of it made wide at a time, in
+    memory that is kept: new pages would take longer than the product."""
+    rows, columns = weight.shape
+    if x.numel() < WIDE_ROWS * columns:
+        return F.linear(x, weight, bias)
+    step = max(1, WIDE_WEIGHTS // columns)
+    most = min(step, rows) * columns
+    if _kept.memory.numel() < most:
+        with torch.inference_mode(False):
+            _kept.memory = torch.empty(most)
+    product = onednn_linear if has_fast_float32() else F.linear
+    wide_x, parts = x.float(), []
+    for start in range(0, rows, step):
+        part = weight[start : start + step]
+        wide = _kept.memory[: part.numel()].view(part.shape).copy_(part)
+        parts.append(product(wide_x, wide, None))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+class _Kept(threading.local):
+    """A thread's memory for what is made wide."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+
+
+_kept = _Kept()
+
+
+def _decline_wide(problem: PlainProblem) -> str | None:
+    if product_dtype(problem.dtype, problem.device) != problem.dtype:
+        return None
+    return f"is for 16-bit floats on a CPU that has no products of them, not {_name(problem.dtype)}"
 
 
 ONEDNN_BF16 = PlainKernel(
@@ -99,20 +187,32 @@ ONEDNN_BF16 = PlainKernel(
     _reorder,
     onednn_linear,
     repacks=True,
+    add=onednn_add,
 )
 ONEDNN_FLOAT32 = PlainKernel(
     "onednn_float32",
-    _decline(torch.float32, has_fast_float32, "needs oneDNN and a CPU with AVX512"),
+    _decline(torch.float32, lambda: has_fast_float32() and _has_avx512(), "needs AVX512"),
     lambda weight: weight,
     _float32,
 )
+ONEDNN_REORDERED = PlainKernel(
+    "onednn_float32_reordered",
+    _decline(torch.float32, has_fast_float32, "needs oneDNN and a CPU that is not Intel's"),
+    _reorder,
+    onednn_linear,
+    repacks=True,
+    add=onednn_add,
+)
+WIDE = PlainKernel("in_float32", _decline_wide, lambda weight: weight, _by_parts)
 TORCH = PlainKernel("torch", lambda problem: None, lambda weight: weight, F.linear)
+
+PLAIN_KERNELS = (ONEDNN_BF16, ONEDNN_FLOAT32, ONEDNN_REORDERED, WIDE, TORCH)
 
 
 @functools.cache
 def choose_plain(problem: PlainProblem) -> Choice[PlainKernel]:
     """The kernel that runs `problem`, best first; torch's runs everything."""
-    choice = choose("plain_linear", (ONEDNN_BF16, ONEDNN_FLOAT32, TORCH), problem)
+    choice = choose("plain_linear", PLAIN_KERNELS, problem)
     if not problem.batch_invariant:
         return choice
     run = choice.candidate.run
@@ -120,4 +220,4 @@ def choose_plain(problem: PlainProblem) -> Choice[PlainKernel]:
     def in_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return in_row_tiles(lambda tile: run(tile, weight, bias), x)
 
-    return replace(choice, candidate=replace(choice.candidate, run=in_tiles))
+    return replace(choice, candidate=replace(choice.candidate, run=in_tiles, add=None))

@@ -9,7 +9,7 @@ import torch
 
 from ..kernels.errors import UserError
 from ..kernels.kv_quant import KVFormat
-from ..kernels.paged_kv import BlockPool, new_pool
+from ..kernels.paged_kv import BlockPool, new_pair, new_pool
 from ..quantize.checkpoint.kv_config import KVStorage
 from ..quantize.planning.machine import available_bytes
 from .kv_formats import kv_format, layer_kv
@@ -56,7 +56,7 @@ def layer_pools(
         )
 
     if stored is None:
-        return KVPools(pool(None, None), pool(None, None))
+        return KVPools(*new_pair(blocks, layer.kv_heads, block_size, layer.head_dim, dtype, device))
     return KVPools(pool(stored.key, stored.scales.key), pool(stored.value, stored.scales.value))
 
 
@@ -131,7 +131,8 @@ def _parts(pools: Sequence[KVPools], kinds: Sequence[int], kind: int) -> list[to
 
 def _pinned(pool: BlockPool) -> BlockPool:
     parts = {"codes": pool.codes, "scale": pool.scale, "offset": pool.offset}
-    return pool._replace(**{k: part.pin_memory() for k, part in parts.items() if part is not None})
+    pinned = {k: part.pin_memory() for k, part in parts.items() if part is not None}
+    return pool._replace(**pinned, pair=None)
 
 
 def blocks_in(memory: int | None, most: int, block_bytes: int, device: torch.device) -> int:

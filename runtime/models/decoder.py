@@ -23,7 +23,7 @@ from ...kernels.paged_kv import BlockPool
 from ...kernels.rotary import Rotary
 from ..attending import attend_blocks
 from .families import FAMILIES, Family, decline_decoder
-from .projection import Projection, in_place, output_head
+from .projection import Linear, PlainLinear, Projection, in_place, output_head
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -136,7 +136,7 @@ class DecoderLayer:
             wants_lse=False,
         )
         self.sliding_window = self._attend.sliding_window
-        self._mlp = _mlp(layer.mlp, config, batch_invariant)
+        self._middle, self._down = _mlp(layer.mlp, config, batch_invariant)
         self._norms = [
             None if name is None else Norm.of(getattr(layer, name), family.norm_offset)
             for name in family[:4]
@@ -150,14 +150,15 @@ class DecoderLayer:
         pools: KVPools,
         batch: PagedBatch,
         new: NewTokens,
-    ) -> tuple[Tensor, Tensor]:
-        """The stream [tokens, hidden] before this layer's last update, and that update. update: the
-        one of the layer before."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream [tokens, hidden] before this layer's last update, and that update, None where
+        the stream has it already. update: the one of the layer before."""
         attention_norm, attention_out, mlp_norm, mlp_out = self._norms
         x, stream = _norm_of_sum(stream, update, attention_norm)
-        update = self._scaled(self._attention(x, pools, batch, new), attention_out)
+        x = self._attention(x, pools, batch, new)
+        stream, update = self._onto(stream, x, self._out, attention_out)
         x, stream = _norm_of_sum(stream, update, mlp_norm)
-        return stream, self._scaled(self._mlp(x), mlp_out)
+        return self._onto(stream, self._middle(x), self._down, mlp_out)
 
     def _attention(self, x: Tensor, pools: KVPools, batch: PagedBatch, new: NewTokens) -> Tensor:
         q, k, v = self._qkv.parts(x, (self.heads, self.kv_heads, self.kv_heads), self.head_dim)
@@ -167,13 +168,20 @@ class DecoderLayer:
                 for norm, y in zip(self._wide_norms, (q, k), strict=True)
             )
         q = kv_store(q, k, v, pools.keys, pools.values, new, self._store)
-        attended = attend_blocks(q, pools.keys, pools.values, batch, self._attend)
-        return self._out(attended.flatten(1))
+        return attend_blocks(q, pools.keys, pools.values, batch, self._attend).flatten(1)
 
-    def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
+    def _onto(
+        self, stream: Tensor, x: Tensor, linear: Linear, norm: Norm | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream and its update linear(x); the sum and None where the linear adds them."""
+        if norm is None and self._multiplier == 1 and isinstance(linear, PlainLinear):
+            whole = linear.onto(stream, x)
+            if whole is not None:
+                return whole, None
+        update = linear(x)
         if norm is not None:
             update = norm(update)
-        return update if self._multiplier == 1 else update * self._multiplier
+        return stream, update if self._multiplier == 1 else update * self._multiplier
 
 
 def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -186,27 +194,17 @@ def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tu
     return rms_norm(update, norm.weight, norm.eps, stream)
 
 
-class _Gated:
-    """act(gate(x)) * up(x), projected down."""
-
-    def __init__(self, module: Any, gate: Gate, batch_invariant: bool) -> None:
-        apart = ("gate_proj", "up_proj")
-        self._gate_up = Projection.in_module(module, "gate_up_proj", apart, batch_invariant)
-        self._down = in_place(module, "down_proj", batch_invariant)
-        self._gate: Gate = gate
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(gated_mul(self._gate_up(x), self._gate))
-
-
-def _mlp(module: Any, config: Any, batch_invariant: bool) -> Any:
-    """A dense MLP as two products; a mixture of experts by its own module."""
+def _mlp(module: Any, config: Any, batch_invariant: bool) -> tuple[Linear, Linear]:
+    """A dense MLP as its middle, act(gate(x)) * up(x), and the product down; a mixture of experts,
+    by its own module, as nothing and all of it."""
     if hasattr(module, "experts"):
-        return lambda x: module(x.unsqueeze(0)).squeeze(0)
+        return lambda x: x, lambda x: module(x.unsqueeze(0)).squeeze(0)
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in GATES:
         raise UserError(f"the decoder has no activation '{name}' (known: {', '.join(GATES)})")
-    return _Gated(module, GATES[name], batch_invariant)
+    apart, gate = ("gate_proj", "up_proj"), GATES[name]
+    gate_up = Projection.in_module(module, "gate_up_proj", apart, batch_invariant)
+    return lambda x: gated_mul(gate_up(x), gate), in_place(module, "down_proj", batch_invariant)
 
 
 def _query_key_norms(

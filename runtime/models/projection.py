@@ -35,6 +35,11 @@ class PlainLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel.run(x, self.packed, self.bias)
 
+    def onto(self, stream: Tensor, x: Tensor) -> Tensor | None:
+        """stream + y by one op; None where there is none."""
+        add = self.kernel.add
+        return None if add is None else add(x, self.packed, self.bias, stream)
+
 
 class Projection:
     """`linears` side by side: x [tokens, in] to [tokens, sum of outs]."""

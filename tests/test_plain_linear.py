@@ -1,0 +1,81 @@
+"""Linears of float weights: every kernel against float64, and which one a CPU gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowbit.kernels import plain_linear
+from lowbit.kernels.plain_linear import (
+    ONEDNN_REORDERED,
+    PLAIN_KERNELS,
+    TORCH,
+    WIDE,
+    PlainProblem,
+    choose_plain,
+    product_dtype,
+)
+
+BFLOAT16 = PlainProblem(torch.bfloat16, "cpu")
+FLOAT32 = PlainProblem(torch.float32, "cpu")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
+)
+
+
+@pytest.fixture
+def an_old_amd(monkeypatch):
+    """A CPU without AVX512 that is not Intel's."""
+    for name in ("_has_bfloat16", "_has_avx512", "_is_intel"):
+        monkeypatch.setattr(plain_linear, name, lambda: False)
+    monkeypatch.setitem(plain_linear._HAS, torch.bfloat16, lambda: False)
+    choose_plain.cache_clear()
+    yield
+    choose_plain.cache_clear()
+
+
+def operands(dtype: torch.dtype, rows: tuple[int, ...], out: int = 70, columns: int = 48):
+    g = torch.Generator().manual_seed(len(rows) + rows[-1])
+    x, w = (torch.randn(*shape, columns, generator=g).to(dtype) for shape in (rows, (out,)))
+    return x, w, torch.randn(out, generator=g).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (2,), (3,), (17,), (2, 5)], ids=str)
+@pytest.mark.parametrize("kernel", PLAIN_KERNELS, ids=lambda k: k.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_is_the_product(kernel, dtype, rows, an_old_amd, monkeypatch):
+    if kernel not in (WIDE, TORCH, ONEDNN_REORDERED):
+        monkeypatch.undo()
+    if reason := kernel.decline(PlainProblem(dtype, "cpu")):
+        pytest.skip(reason)
+    x, w, bias = operands(dtype, rows)
+    for b in (None, bias):
+        y = kernel.run(x, kernel.pack(w), b)
+        exact = x.double() @ w.double().T + (0 if b is None else b.double())
+        assert y.dtype == dtype and y.shape == exact.shape
+        ulp = torch.finfo(dtype).eps * max(1.0, float(exact.abs().amax()) if y.numel() else 1.0)
+        assert y.numel() == 0 or (y.double() - exact).abs().max() < 4 * ulp
+        if kernel.add is not None:
+            whole = kernel.add(x, kernel.pack(w), b, exact.to(dtype))
+            assert whole.dtype == dtype and whole.shape == exact.shape
+            assert y.numel() == 0 or (whole.double() - 2 * exact).abs().max() < 8 * ulp
+
+
+def test_a_wide_product_is_that_of_float32_rounded_once(an_old_amd, monkeypatch):
+    monkeypatch.setattr(plain_linear, "WIDE_WEIGHTS", 48 * 16)  # the last part is cut
+    x, w, _ = operands(torch.bfloat16, (9,))
+    y = WIDE.run(x, WIDE.pack(w), None)
+    exact = x.float() @ w.float().T
+    assert (y != exact.bfloat16()).float().mean() < 0.01  # but for sums on the edge of rounding
+    again = WIDE.run(x, WIDE.pack(w), None)
+    assert torch.equal(y, again)
+
+
+@needs_onednn
+def test_what_a_cpu_without_avx512_gets(an_old_amd, monkeypatch):
+    assert product_dtype(torch.bfloat16, "cpu") == torch.float32
+    assert product_dtype(torch.bfloat16, "cuda") == torch.bfloat16
+    assert choose_plain(BFLOAT16).candidate is WIDE
+    assert choose_plain(FLOAT32).candidate is ONEDNN_REORDERED
+    monkeypatch.setattr(plain_linear, "_is_intel", lambda: True)
+    choose_plain.cache_clear()
+    assert choose_plain(FLOAT32).candidate is TORCH
