@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 import torch
@@ -15,7 +19,7 @@ from lowbit.quantize.cli.cache_options import check_cache
 from lowbit.runtime import LLM
 from lowbit.runtime.embeddings import mean_pooled
 from lowbit.runtime.server.near_texts import asks_another
-from lowbit.runtime.server.semantic_cache import Answer, SemanticCache, near_rows
+from lowbit.runtime.server.semantic_cache import MAX_TRIED, Answer, SemanticCache, near_rows
 from lowbit.runtime.server.settings import ServerSettings
 from lowbit.runtime.server.text_vectors import CENTRE_TEXTS, OwnVectors, SentenceVectors, centred
 from transformers import BertConfig, BertModel, BertTokenizer
@@ -52,11 +56,12 @@ def make(clock: Clock | None = None, **limits: Any) -> SemanticCache:
 def test_rows_are_those_of_the_group_near_enough_the_nearest_first():
     vectors = torch.stack([unit(1, 0), unit(0.9, 0.1), unit(0, 1), unit(1, 0.05)])
     groups = torch.tensor([7, 7, 7, 8])
-    rows = near_rows(vectors, groups, 7, unit(0.9, 0.11), 0.9)
+    rows = near_rows(vectors, groups, 7, unit(0.9, 0.11), 0.9, 9)
     assert [row for row, _ in rows] == [1, 0]
     for row, cosine in rows:
         assert cosine == pytest.approx(float(vectors[row] @ unit(0.9, 0.11)))
-    assert near_rows(vectors, groups, 9, unit(1, 0), 0.1) == []
+    assert near_rows(vectors, groups, 7, unit(0.9, 0.11), 0.9, 1) == rows[:1]
+    assert near_rows(vectors, groups, 9, unit(1, 0), 0.1, 9) == []
 
 
 @pytest.mark.parametrize(
@@ -96,6 +101,22 @@ def test_a_near_text_gets_the_answer_of_the_nearest_that_may_ask_the_same():
     assert cache.same(b"two", NEAR) is None
 
 
+def test_of_many_texts_of_one_form_few_are_looked_at(monkeypatch):
+    """Else a lookup would hold up all others."""
+    cache, asked = make(max_entries=1000), []
+    for number in range(500):
+        turned = unit(math.cos(number / 100), math.sin(number / 100))
+        cache.add(b"c", f"weather in city{number}", turned, answer("x"))
+
+    def another(one: str, other: str) -> bool:
+        asked.append(one)
+        return asks_another(one, other)
+
+    monkeypatch.setattr("lowbit.runtime.server.semantic_cache.asks_another", another)
+    assert cache.near(b"c", "weather in Rome", unit(1, 0)) is None
+    assert asked == [f"weather in city{number}" for number in range(MAX_TRIED)]
+
+
 def test_contexts_that_share_a_group_do_not_share_answers():
     cache = make()
     cache.add(b"8 bytes same", QUESTION, unit(1, 0), answer("x"))
@@ -122,8 +143,9 @@ def test_entries_and_bytes_are_bounded_and_what_was_not_used_for_longest_goes():
 def test_slots_are_used_again_and_the_matrix_grows_no_further_than_it_may():
     cache = make(max_entries=20)
     for number in range(200):
-        cache.add(b"c", f"text {number}", unit(1, number), answer(str(number)))
-        hit = cache.near(b"c", f"text {number}", unit(1, number))
+        vector = unit(*torch.randn(8, generator=torch.Generator().manual_seed(number)))
+        cache.add(b"c", f"text {number}", vector, answer(str(number)))
+        hit = cache.near(b"c", f"text {number}", vector)
         assert hit is not None and hit.answer.text == str(number)
     assert len(cache) == 20 and len(cache._vectors) == 20 and cache._free == []
     assert cache.nbytes == sum(entry.nbytes for entry in cache._entries.values())
@@ -331,6 +353,23 @@ def test_a_lookup_takes_a_place(server):
         assert server.post("/v1/chat/completions", chat(NEAR)).status_code == 503
         assert ask(server, chat(QUESTION))[0] == "hit", "the same text needs no vector"
     assert places.taken == 0
+
+
+def test_a_client_that_goes_while_its_vector_is_made_leaves_nothing(server, monkeypatch):
+    cache, begun = server.service.loaded.cache, threading.Event()
+
+    class Slow:
+        async def of(self, text: str, engine: Any) -> torch.Tensor:
+            begun.set()
+            await asyncio.sleep(600)
+            raise AssertionError
+
+    monkeypatch.setattr(cache, "vectors", Slow())
+    with pytest.raises(httpx2.ReadTimeout):
+        server.post(CHATS, chat(QUESTION), timeout=0.5)
+    assert begun.is_set()
+    server.idle()
+    assert until(lambda: [r for r in server.requests() if r["outcome"] == "client_gone"])
 
 
 def test_each_key_has_answers_of_its_own(folder):

@@ -303,6 +303,9 @@ def test_settings_and_addresses_that_cannot_be_are_refused(folder):
         ("--gpu-memory-utilization", "2", "gpu_memory_utilization must be above 0 and at most 1"),
         ("--gpu-memory-utilization", "0.9", "the model is on cpu: take kv_memory"),
         ("--port", "70000", "port must be from 0"),
+        ("--scheduling-policy", "edf", "--scheduling-policy must be fcfs or priority, got 'edf'"),
+        ("--semantic-cache", "95", "semantic_cache must be above 0 and at most 1, got 95"),
+        ("--semantic-cache-memory", "lots", "--semantic-cache-memory must be a size"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_before_anybody_is_listened_to(

@@ -19,6 +19,7 @@ from ..request import FinishReason
 from .near_texts import asks_another
 
 _OVERHEAD = 1024  # bytes of an entry beside its texts and its vector
+MAX_TRIED = 8  # near texts whose words are looked at: many prompts may be of one form
 _NOBODY = 0  # the group of slots without an entry
 
 
@@ -51,15 +52,15 @@ class _Entry:
 
 
 def near_rows(
-    vectors: Tensor, groups: Tensor, group: int, query: Tensor, threshold: float
+    vectors: Tensor, groups: Tensor, group: int, query: Tensor, threshold: float, most: int
 ) -> list[tuple[int, float]]:
-    """Rows of `vectors`, float32 [n, d] of length one, in `group` of `groups`, int64 [n], whose
-    cosine with `query`, float32 [d] of length one, is at least `threshold`, with that: the nearest
-    first."""
+    """The `most` nearest rows of `vectors`, float32 [n, d] of length one, in `group` of `groups`,
+    int64 [n], whose cosine with `query`, float32 [d] of length one, is at least `threshold`, with
+    that: the nearest first."""
     cosines = vectors @ query
     rows = ((groups == group) & (cosines >= threshold)).nonzero().flatten()
-    order = cosines[rows].argsort(descending=True, stable=True)
-    return [(int(row), float(cosines[row])) for row in rows[order]]
+    nearest = rows[cosines[rows].argsort(descending=True, stable=True)[:most]]
+    return list(zip(nearest.tolist(), cosines[nearest].tolist(), strict=True))
 
 
 class SemanticCache:
@@ -98,7 +99,7 @@ class SemanticCache:
             return None
         rows = near_rows(
             self._vectors[: len(self._slots)], self._groups[: len(self._slots)],
-            _group(context), vector, self._threshold,
+            _group(context), vector, self._threshold, MAX_TRIED,
         )  # fmt: skip
         for row, similarity in rows:
             entry = self._slots[row]
