@@ -103,7 +103,7 @@ def test_a_near_text_gets_the_answer_of_the_nearest_that_may_ask_the_same():
 
 def test_of_many_texts_of_one_form_few_are_looked_at(monkeypatch):
     """Else a lookup would hold up all others."""
-    cache, asked = make(max_entries=1000), []
+    cache, asked = make(max_entries=1000, max_bytes=500 * ENTRY), []
     for number in range(500):
         turned = unit(math.cos(number / 100), math.sin(number / 100))
         cache.add(b"c", f"weather in city{number}", turned, answer("x"))
