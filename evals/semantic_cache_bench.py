@@ -5,7 +5,8 @@ answer.
 
 The cache holds 60 questions (semantic_prompts.txt). Sought in it are two paraphrases of each, one
 near miss of each, which reads alike and needs another answer, and each question itself in a cache
-without it, to which all others are unrelated. At each threshold a table says how many found their
+without it, to which all others are unrelated; and, in a cache of 30 others (semantic_added.txt),
+one for each that adds words which matter. At each threshold a table says how many found their
 own question's answer, and how many found another's. Of MODEL's vectors there are three tables: as
 /v1/embeddings gives them, from the centre as the server compares them, and with the server's rule
 about words (near_texts.py). NAME: a sentence-transformers model in place of MODEL's own vectors; it
@@ -32,7 +33,7 @@ from ..runtime.server.near_texts import asks_another
 from ..runtime.server.text_vectors import SentenceVectors, make_vectors
 
 THRESHOLDS = (0.50, 0.60, 0.70, 0.75, 0.80, 0.85, 0.90, 0.92, 0.95, 0.97, 0.99)
-TEXTS = 4  # of a group: a question, two paraphrases, a near miss
+TEXTS, PAIR = 4, 2  # of a group: a question, two paraphrases, a near miss; a question, a longer one
 NEVER = -1.0  # a cosine below every threshold
 
 
@@ -47,17 +48,17 @@ class Rates(NamedTuple):
     unrelated: float
 
 
-def prompts() -> list[list[str]]:
-    """Groups of TEXTS texts, as the data file has them."""
-    text = files("lowbit.evals").joinpath("semantic_prompts.txt").read_text("utf-8")
+def prompts(name: str = "semantic_prompts.txt", texts: int = TEXTS) -> list[list[str]]:
+    """Groups of so many texts, as the data file has them."""
+    text = files("lowbit.evals").joinpath(name).read_text("utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     groups = [group.splitlines() for group in "\n".join(lines).strip().split("\n\n")]
-    assert all(len(group) == TEXTS for group in groups)
+    assert all(len(group) == texts for group in groups)
     return groups
 
 
 def others(groups: Sequence[Sequence[str]]) -> Tensor:
-    """bool [groups, TEXTS, groups]: what the texts of each ask is another thing than each question
+    """bool [groups, texts, groups]: what the texts of each ask is another thing than each question
     by their words."""
     return torch.tensor(
         [[[asks_another(g[0], text) for g in groups] for text in group] for group in groups]
@@ -87,15 +88,24 @@ def rates(vectors: Tensor, never: Tensor, thresholds: Sequence[float]) -> list[R
     ]  # fmt: skip
 
 
-def table(title: str, told: Sequence[Rates]) -> str:
+def added_rates(vectors: Tensor, never: Tensor, thresholds: Sequence[float]) -> list[float]:
+    """The shares of longer questions that found any. vectors, never: as of `rates`, with PAIR texts
+    a group."""
+    cosines = torch.einsum("gd,hd->gh", vectors[:, 1], vectors[:, 0]).masked_fill(
+        never[:, 1], NEVER
+    )
+    return [float((cosines.amax(dim=1) >= t).float().mean()) for t in thresholds]
+
+
+def table(title: str, told: Sequence[Rates], added: Sequence[float]) -> str:
     """In Markdown."""
     lines = [
         f"{title}:", "",
-        "| threshold | paraphrases right | paraphrases wrong | near misses hit | unrelated hit |",
-        "|---:|---:|---:|---:|---:|",
+        "| threshold | paraphrases right | wrong | near misses hit | words added | unrelated hit |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for one in told:
-        shares = " | ".join(f"{100 * share:.1f}%" for share in one[1:])
+    for one, more in zip(told, added, strict=True):
+        shares = " | ".join(f"{100 * share:.1f}%" for share in (*one[1:4], more, one[4]))
         lines.append(f"| {one.threshold:.2f} | {shares} |")
     return "\n".join(lines)
 
@@ -110,25 +120,30 @@ async def served_vectors(llm: LLM, texts: Sequence[str]) -> tuple[Tensor, Tensor
 
 
 def measure(model: Path, name: str | None) -> str:
-    groups = prompts()
-    texts, never = [text for group in groups for text in group], others(groups)
-    anything = torch.zeros_like(never)
+    groups, pairs = prompts(), prompts("semantic_added.txt", PAIR)
+    texts = [text for group in (*groups, *pairs) for text in group]
     if name is None:
         plain, compared = asyncio.run(served_vectors(LLM(model), texts))
         kinds = [("cosines of /v1/embeddings", plain), ("from the centre", compared)]
     else:
         encode = SentenceVectors(name, "cpu").encode
-        compared = torch.stack([encode(text) for text in texts])
-        kinds = [("cosines", compared)]
-    shape = (len(groups), TEXTS, -1)
-    tables = [table(t, rates(v.view(shape), anything, THRESHOLDS)) for t, v in kinds]
+        kinds = [("cosines", torch.stack([encode(text) for text in texts]))]
+    rule = others(groups), others(pairs)
+    nothing = torch.zeros_like(rule[0]), torch.zeros_like(rule[1])
+
+    def told(title: str, vectors: Tensor, never: tuple[Tensor, Tensor]) -> str:
+        grouped, paired = vectors.split([TEXTS * len(groups), PAIR * len(pairs)])
+        found = rates(grouped.view(len(groups), TEXTS, -1), never[0], THRESHOLDS)
+        added = added_rates(paired.view(len(pairs), PAIR, -1), never[1], THRESHOLDS)
+        return table(title, found, added)
+
     title = f"{kinds[-1][0]}, with the rule about words: what the server does"
-    tables.append(table(title, rates(compared.view(shape), never, THRESHOLDS)))
+    tables = [told(t, v, nothing) for t, v in kinds] + [told(title, kinds[-1][1], rule)]
     whose = model.name if name is None else Path(name).name
-    pairs = plain_mean(kinds[0][1].view(shape))
+    mean = plain_mean(kinds[0][1][: TEXTS * len(groups)].view(len(groups), TEXTS, -1))
     head = (
         f"{whose}: {len(groups)} questions, {2 * len(groups)} paraphrases, {len(groups)} near "
-        f"misses; mean cosine of two questions {pairs:.3f}"
+        f"misses, {len(pairs)} with words added; mean cosine of two questions {mean:.3f}"
     )
     return "\n\n".join([head, *tables])
 

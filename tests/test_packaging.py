@@ -100,8 +100,8 @@ def test_a_package_lies_where_its_name_says(project: dict[str, Any]) -> None:
 def test_the_wheel_holds_the_five_folders_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     code = {n for n in wheel.namelist() if not n.startswith("lowbit-")}
     sources = {f"lowbit/{path.as_posix()}" for path in _sources()}
-    data = {"lowbit/runtime/server/page.html", "lowbit/evals/semantic_prompts.txt"}
-    assert code == sources | data
+    data = {"runtime/server/page.html", "evals/semantic_added.txt", "evals/semantic_prompts.txt"}
+    assert code == sources | {f"lowbit/{path}" for path in data}
     # Without an __init__.py lowbit stays a namespace, as in an editable install.
     assert "lowbit/__init__.py" not in code
 

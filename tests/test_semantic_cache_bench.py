@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from lowbit.evals.semantic_cache_bench import others, prompts, rates, table
+from lowbit.evals.semantic_cache_bench import PAIR, added_rates, others, prompts, rates, table
 from lowbit.runtime.server.semantic_cache import Answer, SemanticCache
 
 
@@ -53,4 +54,14 @@ def test_a_threshold_that_nothing_reaches_answers_nothing():
     never = torch.zeros(2, 4, 2, dtype=torch.bool)
     (told,) = rates(vectors, never, (0.5,))
     assert told[1:] == (0.0, 0.0, 0.0, 0.0)
-    assert "| 0.50 | 0.0% | 0.0% | 0.0% | 0.0% |" in table("x", [told])
+    assert "| 0.50 | 0.0% | 0.0% | 0.0% | 25.0% | 0.0% |" in table("x", [told], [0.25])
+
+
+def test_questions_with_words_added_are_counted_where_the_rule_lets_them():
+    pairs = prompts("semantic_added.txt", PAIR)
+    assert len(pairs) == 30 and len({text for pair in pairs for text in pair}) == 60
+    vectors = torch.eye(30)[:, None].expand(30, PAIR, 30)
+    never = others(pairs)
+    assert added_rates(vectors, torch.zeros_like(never), (0.5,)) == [1.0]
+    passed = 1 - float(torch.stack([never[i, 1, i] for i in range(30)]).float().mean())
+    assert added_rates(vectors, never, (0.5,)) == [pytest.approx(passed)] and passed > 0.5
