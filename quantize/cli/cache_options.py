@@ -17,7 +17,7 @@ SemanticCache = Annotated[
     float | None,
     typer.Option(
         help="Give an answer again to prompts whose vectors have this cosine with its own, as"
-        " 0.9; docs/server.md says how often that is wrong.",
+        " 0.97; docs/server.md says how often that is wrong.",
         rich_help_panel=_PANEL,
     ),
 ]
