@@ -98,7 +98,9 @@ def attend_gathered(
         rows = group.rows
         part = _attend(q if rows is None else q[rows], keys, values, group, options)
         place = slice(None) if rows is None else rows
-        out[place], lse[place] = part
+        out[place] = part.out
+        if options.wants_lse:
+            lse[place] = part.lse
     return AttentionOutput(out, lse)
 
 
@@ -109,15 +111,23 @@ def _attend(
     heads, head_dim = q.shape[1:]
     seqs = group.tables.shape[0]  # len() of a tensor is a call of Python's
     n = q.shape[0] // seqs
-    q = q.view(seqs, n, heads, head_dim).transpose(1, 2)
-    if group.folded:
-        q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
+    if n == 1 and group.folded:
+        q = q.view(seqs, keys.kv_heads, -1, head_dim)
+    else:
+        q = q.view(seqs, n, heads, head_dim).transpose(1, 2)
+        if group.folded:
+            q = q.reshape(seqs, keys.kv_heads, -1, head_dim)
     if _takes_products(q, group):
         wants_lse = options.wants_lse or options.sinks is not None
         out, lse = _by_products(q, keys, values, group, options.scale, wants_lse)
     else:
         out, lse = _by_flash(q, keys, values, group, options.scale)
-    out = out.reshape(seqs, heads, n, head_dim).transpose(1, 2).flatten(0, 1)
+    if n == 1:
+        out = out.reshape(seqs, heads, head_dim)
+    else:
+        out = out.reshape(seqs, heads, n, head_dim).transpose(1, 2).flatten(0, 1)
+    if not options.wants_lse and options.sinks is None:
+        return AttentionOutput(out, lse)  # of no meaning
     lse = lse.reshape(seqs, heads, n).transpose(1, 2).flatten(0, 1)
     if options.sinks is not None:
         whole = torch.logaddexp(lse, options.sinks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +25,8 @@ from .kv_quant import SCALE_DTYPE, KVCodes, KVFormat, dequantize_kv, quantize_kv
 T = TypeVar("T")
 
 
-class BlockPool(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockPool:
     """codes: floats [blocks, kv_heads, block_size, head_dim] where fmt is None, else uint8 of as
     many bytes as head_dim codes take; scale, offset: float16 [blocks, kv_heads, block_size, groups]
     where the format keeps them; static_scale: float32 [kv_heads], of axis "static"."""
@@ -55,7 +57,7 @@ class BlockPool(NamedTuple):
         parts = (self.codes, self.scale, self.offset)
         return sum(part.nbytes for part in parts if part is not None)
 
-    @property
+    @cached_property
     def form(self) -> PoolForm:
         return PoolForm(self.fmt, self.kv_heads, self.head_dim, self.block_size, self.codes.dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -132,7 +133,7 @@ def _parts(pools: Sequence[KVPools], kinds: Sequence[int], kind: int) -> list[to
 def _pinned(pool: BlockPool) -> BlockPool:
     parts = {"codes": pool.codes, "scale": pool.scale, "offset": pool.offset}
     pinned = {k: part.pin_memory() for k, part in parts.items() if part is not None}
-    return pool._replace(**pinned, pair=None)
+    return replace(pool, **pinned, pair=None)
 
 
 def blocks_in(memory: int | None, most: int, block_bytes: int, device: torch.device) -> int:

@@ -12,6 +12,7 @@ from lowbit.kernels.attention_ops import (
 )
 from lowbit.kernels.errors import UserError
 from lowbit.kernels.kv_quant import KVFormat, rotate_heads
+from lowbit.kernels.paged_kv import new_pair
 
 from .attention_cases import Sequences, batch_of, options, stored_forms
 
@@ -77,6 +78,19 @@ def test_a_row_of_the_cpu_kernel_is_the_same_in_any_batch(dtype):
         one = paged_attention(s.q[seq : seq + 1], s.keys, s.values, alone, o, "sdpa_cpu")
         close = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
         torch.testing.assert_close(one.out[0], together.out[seq], rtol=close, atol=close / 10)
+
+
+@pytest.mark.parametrize("queries", [(1, 1, 1), (5, 1, 3)], ids=["decode", "chunks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_and_values_in_one_memory_are_read_alike(dtype, queries):
+    s = Sequences((40, 33, 7), queries, dtype=dtype, poison=False)
+    keys, values = new_pair(*s.keys.codes.shape, dtype)
+    keys.codes.copy_(s.keys.codes)
+    values.codes.copy_(s.values.codes)
+    expected = paged_attention(s.q, s.keys, s.values, s.batch, options(6, 32), "sdpa_cpu")
+    batch = batch_of(s.lengths, s.queries, s.tables, "cpu")  # knows nothing of the pools before
+    got = paged_attention(s.q, keys, values, batch, options(6, 32), "sdpa_cpu")
+    assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse)
 
 
 def test_what_follows_from_the_batch_is_made_once():

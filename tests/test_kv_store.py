@@ -17,7 +17,7 @@ from lowbit.kernels.kv_store_ops import (
     kv_store,
     kv_store_reference,
 )
-from lowbit.kernels.paged_kv import BlockPool, gather_blocks, new_pool
+from lowbit.kernels.paged_kv import BlockPool, gather_blocks, new_pair, new_pool
 from lowbit.kernels.rotary import Rotary, rotary_table, rotate_positions
 from lowbit.kernels.triton_ops import kv_store as triton_store
 
@@ -120,7 +120,7 @@ def test_tokens_and_blocks_beyond_two_to_the_31_elements(kernel_device):
     s = Stored((None, None), tokens=3, device=kernel_device)
     near, far = s.pools(), s.pools()
     expected = triton_store.kv_store(s.q, s.k, s.v, *near, s.tokens, StoreOptions())
-    keys = far[0]._replace(codes=far_apart(far[0].codes))
+    keys = replace(far[0], codes=far_apart(far[0].codes))
     got = triton_store.kv_store(far_apart(s.q), s.k, far_apart(s.v), keys, far[1], s.tokens,
                                 StoreOptions())  # fmt: skip
     assert torch.equal(got, expected)
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_named(kernel_device):
 
     refused(r"k has shape \(5, 1, 32\), not \(5, 2, 32\)", k=s.k[:, :1])
     refused("k is float32, not float16", k=s.k.float())
-    refused("keys have no scale", keys=keys._replace(scale=None))
+    refused("keys have no scale", keys=replace(keys, scale=None))
     refused(r"slots has shape \(4\)?", tokens=replace(s.tokens, slots=s.tokens.slots[:4]))
     refused("slots is int32", tokens=replace(s.tokens, slots=s.tokens.slots.int()))
     refused("the rotary table turns 64 channels, heads have 32", rotary=table(64))
@@ -218,13 +218,14 @@ def _on(rotary: Rotary, device: torch.device) -> Rotary:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("paired", [False, True], ids=["apart", "paired"])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     ("rotary_dim", "interleaved", "normed"),
     [(32, False, False), (32, False, True), (16, False, False), (32, True, True), (0, False, True)],
 )
 def test_the_cpu_kernel_stores_what_the_definition_does(
-    dtype, together, rotary_dim, interleaved, normed
+    dtype, together, paired, rotary_dim, interleaved, normed
 ) -> None:
     case = Stored((None, None), tokens=7, dtype=dtype)
     if together:  # as parts of one product
@@ -235,6 +236,8 @@ def test_the_cpu_kernel_stores_what_the_definition_does(
     kernel = choose_store(StoreProblem(*(p.form for p in case.pools()), dtype, "cpu")).candidate
     assert kernel.name == "torch_cpu"
     got, expected = case.pools(), case.pools()
+    if paired:
+        got = list(new_pair(4, 2, 8, 32, dtype))
     for _ in range(2):  # as two layers do, which share what the step's tokens have in common
         q = kernel.run(case.q, case.k, case.v, *got, case.tokens, options)
     reference = kv_store_reference(case.q, case.k, case.v, *expected, case.tokens, options)

@@ -3,6 +3,8 @@ against the definition."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lowbit.kernels.errors import UserError
@@ -85,7 +87,7 @@ def test_blocks_beyond_two_to_the_31_elements(form, kernel_device):
     s = latents([70], [1], 3, form, device=kernel_device)
     expected = triton_mla.mla_decode(s.q, s.keys, RANK, s.batch, 0.2)
     far = far_apart(s.keys.codes, (1 << 29) * (4 if form == "int8" else 1))
-    got = triton_mla.mla_decode(s.q, s.keys._replace(codes=far), RANK, s.batch, 0.2)
+    got = triton_mla.mla_decode(s.q, replace(s.keys, codes=far), RANK, s.batch, 0.2)
     assert torch.equal(got.out, expected.out)
 
 

@@ -185,7 +185,7 @@ def test_queries_and_pools_with_strides(kernel_device):
     layers = torch.full((*s.keys.codes.shape[:1], 3, *s.keys.codes.shape[1:]), torch.nan,
                         dtype=s.q.dtype, device=kernel_device)  # fmt: skip
     layers[:, 1] = s.keys.codes
-    keys = s.keys._replace(codes=layers[:, 1])
+    keys = replace(s.keys, codes=layers[:, 1])
     got = paged_attention(fused[:, 3:7], keys, s.values, s.batch, o)
     assert torch.equal(got.out, expected.out)
 
@@ -199,7 +199,7 @@ def test_blocks_beyond_two_to_the_31_elements(form, kernel_device):
     o = options(1, 16)
     expected = paged_attention(s.q, s.keys, s.values, s.batch, o)
     far = far_apart(s.keys.codes, (1 << 29) * (4 if fmt else 1))
-    got = paged_attention(s.q, s.keys._replace(codes=far), s.values, s.batch, o)
+    got = paged_attention(s.q, replace(s.keys, codes=far), s.values, s.batch, o)
     assert torch.equal(got.out, expected.out)
 
 
@@ -229,12 +229,12 @@ def test_what_does_not_fit_is_named_before_launch(kernel_device):
     refused(r"q has shape \(1, 64\), not \(any, any, any\)", q=s.q.flatten(1))
     refused("q has heads of 8, keys of 16", q=s.q[..., :8])
     refused("3 query heads do not share 2 kv heads", q=s.q[:, :3])
-    refused("keys is int8, not uint8", keys=s.keys._replace(codes=s.keys.codes.view(torch.int8)))
+    refused("keys is int8, not uint8", keys=replace(s.keys, codes=s.keys.codes.view(torch.int8)))
     odd = s.keys.codes.new_empty(5, 2, 16, 18)[..., :16]
-    refused("codes of keys must lie at multiples of 4 bytes", keys=s.keys._replace(codes=odd))
-    refused("keys have no scale", keys=s.keys._replace(scale=None))
-    refused("scale of values has shape", values=s.values._replace(scale=s.values.scale[:, :1]))
-    fewer = s.values._replace(codes=s.values.codes[:2], scale=s.values.scale[:2])
+    refused("codes of keys must lie at multiples of 4 bytes", keys=replace(s.keys, codes=odd))
+    refused("keys have no scale", keys=replace(s.keys, scale=None))
+    refused("scale of values has shape", values=replace(s.values, scale=s.values.scale[:, :1]))
+    fewer = replace(s.values, codes=s.values.codes[:2], scale=s.values.scale[:2])
     refused(r"blocks of keys are \(5, 2, 16\), those of values \(2, 2, 16\)", values=fewer)
     refused("block_tables is int64", batch=replace(s.batch, block_tables=s.tables.long()))
     refused(r"context_lens has shape \(0,\), not \(1\)",
