@@ -7,7 +7,7 @@
 
 Each engine (serving_engines.py) is a process of its own, by the interpreter named behind @ (this
 one where none is), and loads once; the loads then go round all engines, as many times as --repeats
-says, one engine at a time. Loads, of random tokens, greedy and without an end:
+says, one engine at a time, the others stopped. Loads, of random tokens, greedy and without an end:
 
   batch    16 prompts of 128 tokens, 128 new ones each; new tokens over all seconds
   prefill  a prompt of 512 tokens and one new one; the prompt's tokens over the seconds
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -84,13 +85,21 @@ class Running:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.name: str = self._answer()["ready"]
+        self._pause()
 
     def seconds(self, prompts: list[list[int]], new: int) -> float | None:
         """None where the engine cannot run such a load."""
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()
-        return self._answer().get("seconds")
+        seconds = self._answer().get("seconds")
+        self._pause()
+        return seconds
+
+    def _pause(self) -> None:
+        """Threads of some engines spin while they have nothing to do."""
+        self._process.send_signal(signal.SIGSTOP)
 
     def close(self) -> None:
         self._process.kill()

@@ -65,6 +65,26 @@ def transformers(model: str, threads: int, option: str) -> Engine:
     return Engine(f"transformers {library.__version__} generate, {_dtype(dtype)}", generate)
 
 
+def transformers_batch(model: str, threads: int, option: str) -> Engine:
+    """transformers' continuous batching; option: the dtype (bfloat16)."""
+    import torch
+    import transformers as library
+
+    torch.set_num_threads(threads)
+    dtype = getattr(torch, option or "bfloat16")
+    loaded: Any = library.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+
+    def generate(prompts: list[list[int]], new: int) -> None:
+        config = library.GenerationConfig(
+            max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        done = loaded.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+        if any(len(said.generated_tokens) != new for said in done.values()):
+            raise RuntimeError("generate_batch gave fewer tokens than it was asked for")
+
+    return Engine(f"transformers {library.__version__} generate_batch, {_dtype(dtype)}", generate)
+
+
 def vllm(model: str, threads: int, option: str) -> Engine:
     """vLLM's CPU build; option: "compiled", or "eager" (the default)."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
@@ -111,7 +131,10 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-ENGINES = {"lowbit": lowbit, "transformers": transformers, "vllm": vllm, "llama": llama}
+ENGINES = {
+    "lowbit": lowbit, "transformers": transformers, "transformers_batch": transformers_batch,
+    "vllm": vllm, "llama": llama,
+}  # fmt: skip
 
 
 def main() -> None:
