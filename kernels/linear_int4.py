@@ -60,16 +60,17 @@ def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
     packed, scale_and_zero = tensors
-    rows = x.reshape(-1, problem.in_features)
-    if problem.batch_invariant and len(rows) != CPU_ROWS:
+    rows = x if x.ndim == 2 else x.reshape(-1, problem.in_features)
+    count = rows.shape[0]  # len() of a tensor is a call of Python's
+    if problem.batch_invariant and count != CPU_ROWS:
         return in_row_tiles(lambda tile: _run(tile, tensors, bias, problem), x)
-    block = _block() if len(rows) > MAX_ROWS else None
+    block = _block() if count > MAX_ROWS else None
     if block is not None and problem.out_features % block == 0:
         return wide_linear(x, _dequantize(packed, scale_and_zero, problem, block).t(), bias)
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, packed, problem.group_size, scale_and_zero)
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], problem.out_features)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], problem.out_features)
 
 
 def _unpack(packed: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:

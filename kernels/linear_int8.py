@@ -49,14 +49,14 @@ def _run(
     x: Tensor, tensors: tuple[Tensor, ...], bias: Tensor | None, problem: LinearProblem
 ) -> Tensor:
     codes, scale = tensors
-    rows = x.reshape(-1, problem.in_features)
+    rows = x if x.ndim == 2 else x.reshape(-1, problem.in_features)
     if rows.shape[0] > MAX_ROWS:
         dtype = product_dtype(x.dtype, "cpu")
         return wide_linear(x, dequantize_affine(codes, scale.unsqueeze(-1), None, dtype), bias)
     y = torch.ops.aten._weight_int8pack_mm(rows, codes, scale)
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], problem.out_features)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], problem.out_features)
 
 
 INT8PACK_CPU = LinearKernel("int8pack_cpu", _decline, _pack, _run)
