@@ -101,17 +101,19 @@ def dense_weight(operands: LinearOperands, problem: LinearProblem, dtype: torch.
 
 
 def linear_kernels() -> tuple[LinearKernel, ...]:
-    """The dispatch table, best first. The last one accepts everything."""
+    """The dispatch table, best first. One accepts everything; what stands behind it changes what
+    comes out, and runs where it is named."""
     from .linear_a8 import A8
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
     from .linear_fp4 import FP4
     from .linear_int4 import INT4PACK_CPU
     from .linear_int8 import INT8PACK_CPU
+    from .linear_w4a8 import W4A8_CPU
     from .linear_w8a8 import W8A8_CPU
     from .linear_wna16 import WNA16
 
-    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, FP4, WNA16, DENSE, DEQUANT
+    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, FP4, WNA16, DENSE, DEQUANT, W4A8_CPU
 
 
 def choose_linear(problem: LinearProblem, force: str | None = None) -> Choice[LinearKernel]:

@@ -15,9 +15,11 @@ from lowbit.kernels.linear_ops import (
     LinearOperands,
     LinearProblem,
     choose_linear,
+    dense_weight,
     linear_kernels,
     linear_reference,
 )
+from lowbit.kernels.linear_w4a8 import by_rows
 from lowbit.quantize.activations import activation_format
 from lowbit.quantize.passes.rtn import rtn_quantize
 from lowbit.quantize.spec import PRESETS
@@ -216,6 +218,44 @@ def test_w8a8_tokens_do_not_depend_on_the_batch():
     whole = kernel.run(x, tensors, None, p)
     for i in range(9):
         assert torch.equal(kernel.run(x[i : i + 1], tensors, None, p)[0], whole[i])
+
+
+def test_w4a8_runs_only_where_it_is_named():
+    assert "w4a8_cpu" in KERNELS
+    for changes in ({}, {"dtype": torch.float32}, {"symmetric": False}):
+        choice = choose_linear(problem(**changes))
+        assert choice.candidate.name != "w4a8_cpu" and "w4a8_cpu" not in choice.declined
+    for changes, why in (
+        ({"batch_invariant": True}, "in some batches"),
+        ({"activation": TOKEN_INT8}, "does not quantize"),
+        ({"num_bits": 3}, "4-bit"),
+    ):
+        with pytest.raises(UserError, match=why):
+            choose_linear(problem(**changes), "w4a8_cpu")
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+def test_w4a8_is_the_product_of_rounded_numbers(symmetric, monkeypatch):
+    """One column far above the others: no pair of products saturates where there is no VNNI."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    p = problem(symmetric=symmetric, out_features=64)
+    operands = random_weight(p)
+    operands.codes[:] = operands.codes % 3 - 1
+    operands.codes[:, 0], operands.codes[:, 1] = 7, 0
+    operands.scale[:, 1:] = operands.scale[:, :1] * 1.5  # the second group's
+    if operands.zero_point is not None:
+        operands.zero_point.clamp_(0, 0)
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    kernel = KERNELS["w4a8_cpu"]
+    tensors = kernel.pack(operands, p)
+    rounded = by_rows(operands, p)
+    w = rounded.codes.float() * rounded.scale
+    assert (w - dense_weight(operands, p, torch.float32)).abs().max() <= rounded.scale.max() / 2
+    want = fake_quantize_activation(x.float(), TOKEN_INT8, None) @ w.T
+    got = kernel.run(x, tensors, None, p)
+    assert (got.float() - want).abs().max() < 2**-7 * want.abs().max()
+    few = kernel.run(x[:7], tensors, None, p)  # as int4pack
+    assert torch.equal(few, KERNELS["int4pack_cpu"].run(x[:7], tensors[:2], None, p))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
