@@ -103,3 +103,13 @@ def test_a_guesser_that_is_none_is_told_which_there_are():
         with pytest.raises(UserError, match="takes ngram, lookahead or a smaller") as refused:
             guesser_of(given)
         assert f"got '{given}'" in str(refused.value) and hint in str(refused.value)
+
+
+def test_the_kernel_of_packed_linears_may_be_named(checkpoint):
+    options = (str(checkpoint), "hi", "--max-tokens", "4", "--device", "cpu")
+    told = run(*options, "--verbose", "--linear-kernel", "dequant").stderr
+    assert ": dequant" in told and "int4pack_cpu" not in told
+    app = typer.Typer()
+    app.command()(generate)
+    refused = CliRunner().invoke(app, [*options, "--linear-kernel", "marlin"])
+    assert "unknown linear kernel 'marlin'" in str(refused.exception)

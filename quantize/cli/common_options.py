@@ -23,4 +23,11 @@ BatchInvariant = Annotated[
         help="The same bits whatever runs beside a request and however it is cut; slower.",
     ),
 ]
+LinearKernel = Annotated[
+    str | None,
+    typer.Option(
+        "--linear-kernel",
+        help="The kernel of all packed linears, such as w4a8_cpu; --verbose names those taken.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]

@@ -10,7 +10,15 @@ import typer
 
 from ...kernels.errors import UserError, did_you_mean
 from .common import model_path, print_json, say
-from .common_options import AsJson, BatchInvariant, Device, Dtype, ServedModel, Speculate
+from .common_options import (
+    AsJson,
+    BatchInvariant,
+    Device,
+    Dtype,
+    LinearKernel,
+    ServedModel,
+    Speculate,
+)
 
 if TYPE_CHECKING:
     from ...runtime import LLM, RequestOutput, StructuredOutputsParams
@@ -59,6 +67,7 @@ def generate(
     ] = "auto",
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
+    linear_kernel: LinearKernel = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
@@ -77,7 +86,7 @@ def generate(
     guesser = guesser_of(speculate)
     llm = LLM(
         model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, linear_kernel=linear_kernel,
     )  # fmt: skip
     for warning in llm.warnings:
         say(warning)

@@ -1,5 +1,7 @@
 """The machines that replicas run on, and what each replica gets of them."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib

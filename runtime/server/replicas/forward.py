@@ -1,6 +1,8 @@
 """The front's application: it asks a replica, and another one where that is lost before anything of
 its answer was sent."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,7 @@
 """What stands for the engine where replicas have it: from their start to their end."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,7 @@
 """One replica: an engine and its routes, in a process that Ray starts, watches and replaces."""
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
