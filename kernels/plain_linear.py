@@ -12,7 +12,8 @@ Measured (one thread of a Zen 5 core, weights in the cache, 3072 x 576, microsec
 and of these): bfloat16, 1 row 110 and 55, 16 rows 198 and 139, 512 rows 4105 and 3946; float32,
 1 row 98 and 99, 4 rows 257 and 222, 16 rows 709 and 367. `torch.mv`, which does without oneDNN,
 takes 161 for a row of bfloat16. Two Zen 3 cores, weights in memory: float32, 1 row 873 and 583, 8
-rows 1877 and 824, 512 rows 16041 and 13478; bfloat16, 8 rows 1831 and 1315, 512 rows 183 ms and 14.
+rows 1877 and 824, 512 rows 16041 and 13478; bfloat16 (a busy machine), 3 rows 1184 and 902, 8 rows
+2322 and 1950, 512 rows 172 ms and 32.
 """
 
 from __future__ import annotations
