@@ -61,8 +61,8 @@ def test_keys_come_from_a_file_and_a_variable(tmp_path, monkeypatch):
     assert given == ("key-number-one", "key-number-two", "from-the-variable")
     keys = ApiKeys(given)
     assert [keys.number(k) for k in (*given, "other", "")] == [1, 2, 3, None, None]
-    file.write_text("short\n")
-    with pytest.raises(UserError, match="API key 1 cannot be one") as refused:
+    file.write_text("# ours\n\nshort\n")
+    with pytest.raises(UserError, match="line 3 of .*keys cannot be an API key") as refused:
         read_api_keys(file)
     assert "short" not in str(refused.value)
     file.write_text("# none\n")

@@ -36,26 +36,25 @@ class ApiKeys:
 def read_api_keys(file: Path | None) -> tuple[str, ...]:
     """The lines of `file`, empty ones and those that begin with # aside, and the variable
     LOWBIT_API_KEY. UserError where a key cannot be one; it is not told."""
-    lines: list[str] = []
+    given: list[tuple[str, str]] = []  # where each stands, and it
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as e:
             raise UserError(f"{file} is no text in UTF-8, as a file of API keys must be") from e
-        lines = [line.strip() for line in lines]
-        lines = [line for line in lines if line and not line.startswith("#")]
-        if not lines:
+        stripped = enumerate((line.strip() for line in lines), 1)
+        given = [(f"line {n} of {file}", k) for n, k in stripped if k and not k.startswith("#")]
+        if not given:
             raise UserError(f"{file} holds no API key: write one on each line")
-    from_variable = os.environ.get(VARIABLE, "").strip()
-    given = [*lines, *([from_variable] if from_variable else [])]
-    keys = list(dict.fromkeys(given))
-    for number, key in enumerate(keys, 1):
+    if from_variable := os.environ.get(VARIABLE, "").strip():
+        given.append((VARIABLE, from_variable))
+    for where, key in given:
         if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
             raise UserError(
-                f"API key {number} cannot be one: it must have at least {_MIN_LENGTH} printable "
+                f"{where} cannot be an API key: one must have at least {_MIN_LENGTH} printable "
                 "ASCII characters and no space"
             )
-    return tuple(keys)
+    return tuple(dict.fromkeys(key for _, key in given))
 
 
 def _digest(key: str) -> bytes:

@@ -69,6 +69,7 @@ def connect(address: str | None) -> list[Machine]:
     if address is not None:
         check_address(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves them beside other work
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 State = Literal["loading", "ready", "draining", "dead"]
 POLL_SECONDS = 0.5
+TELL_SECONDS = 15.0  # between two lines of the log while replicas are started
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 60.0
 MORE_ONGOING = 64  # requests of a replica beside those that run and wait: they are answered at once
 
@@ -111,7 +112,7 @@ class Front:
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own."""
-        started = time.perf_counter()
+        started, told = time.perf_counter(), 0.0
         try:
             router = self._deploy()
             while True:
@@ -122,6 +123,13 @@ class Front:
                     raise UserError(f"the replicas cannot be started: {reason}")
                 if seen.running == self._replicas or self.state != "loading":
                     break
+                waited = time.perf_counter() - started
+                if waited > told + TELL_SECONDS:
+                    told = waited
+                    log(
+                        "waiting for replicas", running=seen.running, replicas=self._replicas,
+                        seconds=round(waited),
+                    )  # fmt: skip
                 time.sleep(POLL_SECONDS)
         except BaseException as e:
             error = e
