@@ -15,7 +15,7 @@ from lowbit.evals.bench import roofline, session
 from lowbit.evals.bench.comparisons import COMPARISONS, Variant, variants_of
 from lowbit.evals.bench.drive import Answer
 from lowbit.evals.bench.load import ClosedLoop, Job, Lengths
-from lowbit.evals.bench.memory import MemoryWatch, resident_pages
+from lowbit.evals.bench.memory import MemoryWatch, resident_pages, touched
 from lowbit.evals.bench.plan import BenchPlan
 from lowbit.evals.bench.roofline import Ceilings, Work, decode_phase, prefill_phase, work_of
 from lowbit.evals.bench.targets import EngineTarget
@@ -24,6 +24,7 @@ from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli.bench import COMPARED, bench
 from lowbit.runtime import LLM
 from lowbit.runtime.held import kv_bytes_per_token, matrices, weight_bytes
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from .runtime_models import FAMILIES, save_tiny
@@ -128,11 +129,18 @@ def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
 def test_what_is_held_is_the_models(llm: LLM) -> None:
     parameters = list(llm.model.parameters())
     assert weight_bytes(llm) >= sum(p.nbytes for p in parameters)
-    dense = sum(p.numel() for p in parameters if p.ndim > 1)
+    whole = AutoModelForCausalLM.from_config(llm.model.config)  # linears may be held by a kernel
+    dense = sum(p.numel() for p in whole.parameters() if p.ndim > 1)
     assert sum(m.numbers for m in matrices(llm)) == dense, "the tied table is the head's matrix"
     config = llm.model.config
     heads = config.num_key_value_heads * config.head_dim
     assert kv_bytes_per_token(llm) == config.num_hidden_layers * 2 * heads * 4
+
+
+def test_pools_that_share_a_memory_count_once() -> None:
+    both = torch.zeros(64 << 10)
+    halves = [both[: 32 << 10], both[32 << 10 :]]
+    assert touched(halves, both.device) in (None, both.nbytes)
 
 
 def test_pages_are_there_once_they_are_written_to() -> None:

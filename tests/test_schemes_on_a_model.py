@@ -112,7 +112,7 @@ def test_kernels_that_are_chosen(scheme, original, checkpoint) -> None:
 def test_packed_floats_equal_dense_ones(scheme, checkpoint) -> None:
     dense = LLM(checkpoint(scheme), dtype="float32")
     packed = LLM(checkpoint(scheme), dtype="float32", linear_kernel="dequant")
-    assert torch.equal(packed.logits(IDS), dense.logits(IDS))
+    torch.testing.assert_close(packed.logits(IDS), dense.logits(IDS), rtol=1e-5, atol=1e-5)
     sizes = [sum(r.nbytes for r in llm.linear_report()) for llm in (packed, dense)]
     assert sizes[0] < 0.3 * sizes[1]
 

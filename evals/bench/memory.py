@@ -44,11 +44,11 @@ class MemoryWatch:
         self._llm, self._pools, self._device = llm, pools(llm), llm.device
         self._counts = _reset_peak(self._device)
         self._before = _held(self._device)
-        self._touched = _touched(self._pools, self._device)
+        self._touched = touched(self._pools, self._device)
 
     def split(self) -> MemorySplit:
         weights = weight_bytes(self._llm)
-        touched = _touched(self._pools, self._device)
+        touched = touched(self._pools, self._device)
         activations = None
         if self._counts:
             new = 0 if touched is None or self._touched is None else touched - self._touched
@@ -76,11 +76,12 @@ def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
 
 
-def _touched(pools: list[Tensor], device: torch.device) -> int | None:
+def touched(pools: list[Tensor], device: torch.device) -> int | None:
     """Bytes of the pools' pages that are resident; on a GPU all are, and were before."""
     if device.type == "cuda":
         return nbytes_of(pools)
-    pages = [resident_pages(t.untyped_storage()) for t in pools]
+    storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in pools)}  # some share one
+    pages = [resident_pages(storage) for storage in storages.values()]
     return None if any(p is None for p in pages) else sum(p for p in pages if p is not None)
 
 
