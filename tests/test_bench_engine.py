@@ -15,7 +15,7 @@ from lowbit.evals.bench import roofline, session
 from lowbit.evals.bench.comparisons import COMPARISONS, Variant, variants_of
 from lowbit.evals.bench.drive import Answer
 from lowbit.evals.bench.load import ClosedLoop, Job, Lengths
-from lowbit.evals.bench.memory import MemoryWatch, resident_pages, touched
+from lowbit.evals.bench.memory import MemoryWatch, resident_bytes_of, resident_pages
 from lowbit.evals.bench.plan import BenchPlan
 from lowbit.evals.bench.roofline import Ceilings, Work, decode_phase, prefill_phase, work_of
 from lowbit.evals.bench.targets import EngineTarget
@@ -140,7 +140,7 @@ def test_what_is_held_is_the_models(llm: LLM) -> None:
 def test_pools_that_share_a_memory_count_once() -> None:
     both = torch.zeros(64 << 10)
     halves = [both[: 32 << 10], both[32 << 10 :]]
-    assert touched(halves, both.device) in (None, both.nbytes)
+    assert resident_bytes_of(halves, both.device) in (None, both.nbytes)
 
 
 def test_pages_are_there_once_they_are_written_to() -> None:

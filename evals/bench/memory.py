@@ -44,11 +44,11 @@ class MemoryWatch:
         self._llm, self._pools, self._device = llm, pools(llm), llm.device
         self._counts = _reset_peak(self._device)
         self._before = _held(self._device)
-        self._touched = touched(self._pools, self._device)
+        self._touched = resident_bytes_of(self._pools, self._device)
 
     def split(self) -> MemorySplit:
         weights = weight_bytes(self._llm)
-        touched = touched(self._pools, self._device)
+        touched = resident_bytes_of(self._pools, self._device)
         activations = None
         if self._counts:
             new = 0 if touched is None or self._touched is None else touched - self._touched
@@ -76,7 +76,7 @@ def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
 
 
-def touched(pools: list[Tensor], device: torch.device) -> int | None:
+def resident_bytes_of(pools: list[Tensor], device: torch.device) -> int | None:
     """Bytes of the pools' pages that are resident; on a GPU all are, and were before."""
     if device.type == "cuda":
         return nbytes_of(pools)
