@@ -115,14 +115,29 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ W.T + bias on a CPU; W float32 as it is, or bfloat16 as `ONEDNN_BF16` packs it."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], weight.shape[0])
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    count = x.numel() // x.shape[-1]
+    if (more := _padded_rows(count)) == count:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    rows = F.pad(x.reshape(count, -1), (0, 0, 0, more - count))
+    y = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[:count]
+    return y.view(*x.shape[:-1], -1)
+
+
+def _padded_rows(count: int) -> int:
+    """At least `count`: four numbers between two powers of two. oneDNN keeps code of half a MB for
+    each number of rows and weight's shape that it has met, up to 1024 of them."""
+    step = 1 << max(0, (count - 1).bit_length() - 3)
+    return -(-count // step) * step
 
 
 def onednn_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor) -> Tensor:
     """onto + `onednn_linear`."""
-    if not x.numel():
-        return onto
-    return torch.ops.mkldnn._linear_pointwise.binary(x, onto, weight, bias, "add")
+    count = x.numel() // x.shape[-1]
+    if _padded_rows(count) != count:
+        return onto + onednn_linear(x, weight, bias)
+    return (
+        torch.ops.mkldnn._linear_pointwise.binary(x, onto, weight, bias, "add") if count else onto
+    )
 
 
 def _float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

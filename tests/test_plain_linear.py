@@ -79,3 +79,10 @@ def test_what_a_cpu_without_avx512_gets(an_old_amd, monkeypatch):
     monkeypatch.setattr(plain_linear, "_is_intel", lambda: True)
     choose_plain.cache_clear()
     assert choose_plain(FLOAT32).candidate is TORCH
+
+
+def test_few_numbers_of_rows_are_met():
+    padded = [plain_linear._padded_rows(n) for n in range(1, 2049)]
+    assert padded[:8] == list(range(1, 9)) and padded[8:17] == [10, 10, 12, 12, 14, 14, 16, 16, 20]
+    assert all(n <= p <= 1.25 * n for n, p in enumerate(padded, 1))
+    assert len(set(padded)) == 40
