@@ -2,18 +2,16 @@
 
 oneDNN multiplies from a layout of its own; torch's `linear` reorders a bfloat16 weight into it on
 each call, which takes longer than the product until there are some hundred rows. So bfloat16
-weights are reordered once. In float32 torch has MKL multiply, which keeps to few instructions on
-other makers' CPUs, so that oneDNN is faster there (kernels/float32_linears.py); with AVX512 even
-with weights as they are. CPUs without AVX512 have no instructions for 16-bit floats, and
-no library a good product of them: more than two rows are multiplied in float32 there, the weight
-made wide part by part.
+weights are reordered once. In float32 torch has MKL multiply, which is slower than oneDNN from a
+few rows on, even with weights as they are (kernels/float32_linears.py). CPUs without AVX512 have no
+instructions for 16-bit floats, and no library a good product of them: more than two rows are
+multiplied in float32 there, the weight made wide part by part.
 
 Measured (one thread of a Zen 5 core, weights in the cache, 3072 x 576, microseconds of `linear`
 and of these): bfloat16, 1 row 110 and 55, 16 rows 198 and 139, 512 rows 4105 and 3946; float32,
 1 row 98 and 99, 4 rows 257 and 222, 16 rows 709 and 367. `torch.mv`, which does without oneDNN,
-takes 161 for a row of bfloat16. Two Zen 3 cores, weights in memory: float32, 1 row 873 and 583, 8
-rows 1877 and 824, 512 rows 16041 and 13478; bfloat16 (a busy machine), 3 rows 1184 and 902, 8 rows
-2322 and 1950, 512 rows 172 ms and 32.
+takes 161 for a row of bfloat16. Two busy Zen 3 cores, weights in memory, bfloat16: 3 rows 1184 and
+902, 8 rows 2322 and 1950, 512 rows 172 ms and 32.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -90,21 +87,12 @@ _HAS = {torch.bfloat16: _has_bfloat16, torch.float16: _has_float16}
 
 
 def has_fast_float32() -> bool:
-    """Whether oneDNN's float32 products are faster than MKL's."""
-    return torch.backends.mkldnn.is_available() and (_has_avx512() or not _is_intel())
+    """Whether oneDNN's float32 products use wider instructions than MKL's may."""
+    return torch.backends.mkldnn.is_available() and _has_avx512()
 
 
 def _has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
-@functools.cache
-def _is_intel() -> bool:
-    """True where the system does not tell."""
-    try:
-        return "AuthenticAMD" not in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True
 
 
 def _reorder(weight: Tensor) -> Tensor:
@@ -207,22 +195,14 @@ ONEDNN_BF16 = PlainKernel(
 )
 ONEDNN_FLOAT32 = PlainKernel(
     "onednn_float32",
-    _decline(torch.float32, lambda: has_fast_float32() and _has_avx512(), "needs AVX512"),
+    _decline(torch.float32, has_fast_float32, "needs oneDNN and a CPU with AVX512"),
     lambda weight: weight,
     _float32,
-)
-ONEDNN_REORDERED = PlainKernel(
-    "onednn_float32_reordered",
-    _decline(torch.float32, has_fast_float32, "needs oneDNN and a CPU that is not Intel's"),
-    _reorder,
-    onednn_linear,
-    repacks=True,
-    add=onednn_add,
 )
 WIDE = PlainKernel("in_float32", _decline_wide, lambda weight: weight, _by_parts)
 TORCH = PlainKernel("torch", lambda problem: None, lambda weight: weight, F.linear)
 
-PLAIN_KERNELS = (ONEDNN_BF16, ONEDNN_FLOAT32, ONEDNN_REORDERED, WIDE, TORCH)
+PLAIN_KERNELS = (ONEDNN_BF16, ONEDNN_FLOAT32, WIDE, TORCH)
 
 
 @functools.cache

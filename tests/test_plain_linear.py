@@ -6,7 +6,6 @@ import pytest
 import torch
 from lowbit.kernels import plain_linear
 from lowbit.kernels.plain_linear import (
-    ONEDNN_REORDERED,
     PLAIN_KERNELS,
     TORCH,
     WIDE,
@@ -24,8 +23,8 @@ needs_onednn = pytest.mark.skipif(
 
 @pytest.fixture
 def an_old_amd(monkeypatch):
-    """A CPU without AVX512 that is not Intel's."""
-    for name in ("_has_bfloat16", "_has_avx512", "_is_intel"):
+    """A CPU without AVX512."""
+    for name in ("_has_bfloat16", "_has_avx512"):
         monkeypatch.setattr(plain_linear, name, lambda: False)
     monkeypatch.setitem(plain_linear._HAS, torch.bfloat16, lambda: False)
     choose_plain.cache_clear()
@@ -43,7 +42,7 @@ def operands(dtype: torch.dtype, rows: tuple[int, ...], out: int = 70, columns: 
 @pytest.mark.parametrize("kernel", PLAIN_KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_is_the_product(kernel, dtype, rows, an_old_amd, monkeypatch):
-    if kernel not in (WIDE, TORCH, ONEDNN_REORDERED):
+    if kernel not in (WIDE, TORCH):
         monkeypatch.undo()
     if reason := kernel.decline(PlainProblem(dtype, "cpu")):
         pytest.skip(reason)
@@ -75,9 +74,6 @@ def test_what_a_cpu_without_avx512_gets(an_old_amd, monkeypatch):
     assert product_dtype(torch.bfloat16, "cpu") == torch.float32
     assert product_dtype(torch.bfloat16, "cuda") == torch.bfloat16
     assert choose_plain(BFLOAT16).candidate is WIDE
-    assert choose_plain(FLOAT32).candidate is ONEDNN_REORDERED
-    monkeypatch.setattr(plain_linear, "_is_intel", lambda: True)
-    choose_plain.cache_clear()
     assert choose_plain(FLOAT32).candidate is TORCH
 
 
