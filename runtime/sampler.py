@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from .sampling.params import SamplingParams
+from .transfers import on_device
 
 _FIRST_WIDTH = 64
 
 
 class SamplingBatch(NamedTuple):
-    """Of the rows. temperature, top_p, min_p: float64 [B]; top_k: int64 [B], 0: off."""
+    """Of the rows. temperature, top_p, min_p: float64 [B]; top_k: int64 [B], 0: off; max_top_k:
+    the largest of them, 0: all are off."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     all_greedy: bool
-    any_top_k: bool
+    max_top_k: int
     any_top_p: bool
     any_min_p: bool
 
@@ -37,17 +39,15 @@ class SamplingBatch(NamedTuple):
 def sampling_batch(params: Sequence[SamplingParams], device: torch.device) -> SamplingBatch:
     """The tensors of `params`, one row each. A top_k of -1 becomes 0."""
     top_k = [max(p.top_k, 0) for p in params]
-
-    def floats(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=device)
-
+    floats = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    temperature, top_p, min_p = on_device(floats, torch.float64, device)
     return SamplingBatch(
-        floats([p.temperature for p in params]),
-        torch.tensor(top_k, dtype=torch.int64, device=device),
-        floats([p.top_p for p in params]),
-        floats([p.min_p for p in params]),
+        temperature,
+        on_device(top_k, torch.int64, device),
+        top_p,
+        min_p,
         all(p.temperature == 0 for p in params),
-        any(top_k),
+        max(top_k),
         any(p.top_p < 1 for p in params),
         any(p.min_p > 0 for p in params),
     )
@@ -74,8 +74,8 @@ def probabilities(logits: Tensor, batch: SamplingBatch) -> Tensor:
     probs = torch.softmax(shifted / temperature.unsqueeze(-1), dim=-1)
     if batch.any_min_p:
         probs = keep_min_p(probs, batch.min_p)
-    if batch.any_top_k:
-        probs = keep_top_k(probs, batch.top_k)
+    if batch.max_top_k:
+        probs = keep_top_k(probs, batch.top_k, batch.max_top_k)
     if batch.any_top_p:
         probs = keep_top_p(probs, batch.top_p)
     return probs
@@ -90,26 +90,37 @@ def keep_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
     return torch.where(min_p.unsqueeze(-1) == 0, probs, kept)
 
 
-def keep_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
-    """Only the top_k[b] largest of each row, renormalized; 0 keeps a row as it is."""
+def keep_top_k(probs: Tensor, top_k: Tensor, largest: int) -> Tensor:
+    """Only the top_k[b] largest of each row, renormalized; 0 keeps a row as it is. largest: of the
+    top_k, at least, and 1 at least."""
     vocabulary = probs.shape[-1]
     counts = torch.where(top_k == 0, vocabulary, top_k.clamp(max=vocabulary))
-    return _keep_largest(probs, counts)
+    falling = probs.topk(min(largest, vocabulary), dim=-1).values
+    return _keep_largest(probs, counts, falling)
 
 
 def keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """Only the fewest largest of each row whose sum reaches top_p[b], renormalized; 1 keeps all."""
-    vocabulary = probs.shape[-1]
-    width, target = _FIRST_WIDTH, top_p.unsqueeze(-1)
-    while True:  # few tokens carry the mass, as a rule: look at the whole row only if need be
-        width = min(width, vocabulary)
-        sums = probs.topk(width, dim=-1).values.cumsum(dim=-1)
-        if width == vocabulary or bool(((sums[:, -1:] >= target) | (target == 1)).all()):
-            break
-        width *= 8
-    counts = (sums < target).sum(dim=-1) + 1
+    vocabulary, target = probs.shape[-1], top_p.unsqueeze(-1)
+    falling = _falling(probs, target)
+    counts = (falling.cumsum(dim=-1) < target).sum(dim=-1) + 1
     counts = torch.where(top_p == 1, vocabulary, counts.clamp(max=vocabulary))
-    return _keep_largest(probs, counts)
+    return _keep_largest(probs, counts, falling)
+
+
+def _falling(probs: Tensor, target: Tensor) -> Tensor:
+    """The largest of each row, as many as sum up to target [B, 1] in every row where it is under 1;
+    on a device all, where asking how many these are would take longer than to sort them."""
+    if probs.device.type != "cpu":
+        return probs.sort(dim=-1, descending=True).values
+    width = _FIRST_WIDTH
+    while True:  # few tokens carry the mass, as a rule: look at the whole row only if need be
+        width = min(width, probs.shape[-1])
+        falling = probs.topk(width, dim=-1).values
+        enough = falling.cumsum(dim=-1)[:, -1:] >= target
+        if width == probs.shape[-1] or bool((enough | (target == 1)).all()):
+            return falling
+        width *= 8
 
 
 def accept_or_draw(target: Tensor, draft: Tensor, proposed: Tensor, uniforms: Tensor) -> Tensor:
@@ -133,18 +144,15 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return (sums <= share).sum(dim=-1)
 
 
-def _keep_largest(probs: Tensor, counts: Tensor) -> Tensor:
+def _keep_largest(probs: Tensor, counts: Tensor, falling: Tensor) -> Tensor:
     """Exactly counts[b] largest of each row, among equals those with the lowest ids; sums to 1.
 
-    A row whose count is the whole vocabulary is left untouched.
+    A row whose count is the whole vocabulary is left untouched. falling: [B, n], the largest of
+    each row, as many as the others' counts at least.
     """
-    vocabulary = probs.shape[-1]
-    cut = counts < vocabulary
-    if not bool(cut.any()):
-        return probs
-    width = int(counts[cut].max())
-    at = counts.clamp(max=width).unsqueeze(-1) - 1
-    threshold = probs.topk(width, dim=-1).values.gather(-1, at)
+    cut = counts < probs.shape[-1]
+    at = counts.clamp(max=falling.shape[-1]).unsqueeze(-1) - 1
+    threshold = falling.gather(-1, at)
     above, equal = probs > threshold, probs == threshold
     room = counts.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
     kept = torch.where(above | (equal & (equal.cumsum(dim=-1) <= room)), probs, 0.0)

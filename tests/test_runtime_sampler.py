@@ -50,7 +50,7 @@ def random_probs(seed: int, rows: int, vocabulary: int, ties: bool = False) -> t
 @given(seed=seeds, vocabulary=st.integers(1, 300), k=st.integers(1, 320), ties=st.booleans())
 def test_top_k_keeps_exactly_k_of_the_largest(seed, vocabulary, k, ties):
     probs = random_probs(seed, 2, vocabulary, ties)
-    kept = keep_top_k(probs, torch.tensor([k, 0]))
+    kept = keep_top_k(probs, torch.tensor([k, 0]), k)
     assert torch.equal(kept[1], probs[1])
     alive = kept[0] > 0
     assert int(alive.sum()) == min(k, vocabulary)

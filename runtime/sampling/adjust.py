@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..transfers import moved
+
 
 def add_bias_(logits: Tensor, at: Tensor, bias: Tensor) -> Tensor:
     """Add bias float32 [m] at the places int64 [m], of which no two are the same."""
@@ -30,15 +32,16 @@ def penalize_(
     """Repetition penalty (Keskar et al. 2019) for prompt and output, then OpenAI's frequency and
     presence penalties for the output.
 
-    prompt, output: int64, the places of all their tokens, as often as they stand there. presence,
-    frequency, repetition: float32 [rows]; 0, 0 and 1 change nothing.
+    prompt, output: int64, the places of all their tokens, as often as they stand there; of the
+    host, as the device cannot tell how many differ without being waited for. presence, frequency,
+    repetition: float32 [rows]; 0, 0 and 1 change nothing.
     """
-    vocabulary, flat = logits.shape[1], logits.view(-1)
-    seen = torch.cat([prompt, output]).unique()
+    vocabulary, flat, device = logits.shape[1], logits.view(-1), logits.device
+    seen = moved(torch.cat([prompt, output]).unique(), device)
     by = repetition[seen // vocabulary]
     values = flat[seen]
     flat[seen] = torch.where(values > 0, values / by, values * by)
-    drawn, counts = output.unique(return_counts=True)
+    drawn, counts = (moved(part, device) for part in output.unique(return_counts=True))
     rows = drawn // vocabulary
     flat[drawn] -= frequency[rows] * counts + presence[rows]
     return logits

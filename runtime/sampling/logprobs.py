@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..transfers import Incoming, on_device
+
 if TYPE_CHECKING:
     from ..request import Request
 
@@ -45,11 +47,11 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> TopLogprobs:
 
 
 def as_dicts(
-    top: TopLogprobs, tokens: Sequence[int], counts: Sequence[int], tokenizer: Any | None
+    top: Sequence[list[Any]], tokens: Sequence[int], counts: Sequence[int], tokenizer: Any | None
 ) -> list[TokenLogprobs]:
-    """One for each row: its token first, then counts[row] of the likeliest (-1: all there are)."""
-    own, ranks = top.logprob.tolist(), top.rank.tolist()
-    ids, values = top.ids.tolist(), top.values.tolist()
+    """One for each row: its token first, then counts[row] of the likeliest (-1: all there are).
+    top: what TopLogprobs has, on the host."""
+    own, ranks, ids, values = top
     told: list[TokenLogprobs] = []
     for row, (token, count) in enumerate(zip(tokens, counts, strict=True)):
         entry = {token: Logprob(own[row], ranks[row], _text(tokenizer, token))}
@@ -74,8 +76,8 @@ def add_prompt_logprobs(request: Request, start: int, logits: Tensor) -> None:
     for begin in range(0, len(targets), _ROWS_AT_ONCE):
         tokens = targets[begin : begin + _ROWS_AT_ONCE]
         first = len(known) - 1 - start
-        asked = torch.tensor(tokens, device=logits.device)
-        top = top_logprobs(logits[first : first + len(tokens)], asked, count)
+        asked = on_device(tokens, torch.int64, logits.device)
+        top = Incoming(top_logprobs(logits[first : first + len(tokens)], asked, count)).read()
         known += as_dicts(top, tokens, [count] * len(tokens), request.tokenizer)
 
 
