@@ -19,7 +19,9 @@ def _decline(problem: LinearProblem) -> str | None:
 
 
 def _plain(problem: LinearProblem) -> PlainKernel:
-    plain = PlainProblem(problem.dtype, problem.device, problem.batch_invariant)
+    plain = PlainProblem(
+        problem.dtype, problem.device, problem.batch_invariant, problem.in_features
+    )
     return choose_plain(plain).candidate
 
 

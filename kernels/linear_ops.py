@@ -26,7 +26,7 @@ class LinearProblem(NamedTuple):
     group_size: consecutive input columns that share a scale (in_features when a row has one scale);
     the last group may be cut. dtype, device: those of the activations. kind: of the codes.
     activation: how inputs are quantized, None where they are not. batch_invariant: a token's result
-    must have the same bits in every batch.
+    must have the same bits in every batch. taped: its model's layers run as a tape (kernels/tape).
     """
 
     num_bits: int
@@ -39,6 +39,7 @@ class LinearProblem(NamedTuple):
     kind: Literal["int", "float"] = "int"
     activation: ActivationFormat | None = None
     batch_invariant: bool = False
+    taped: bool = False
 
 
 class LinearOperands(NamedTuple):
@@ -107,13 +108,16 @@ def linear_kernels() -> tuple[LinearKernel, ...]:
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
     from .linear_fp4 import FP4
+    from .linear_int16 import INT16_CPU
     from .linear_int4 import INT4PACK_CPU
     from .linear_int8 import INT8PACK_CPU
     from .linear_w4a8 import W4A8_CPU
     from .linear_w8a8 import W8A8_CPU
     from .linear_wna16 import WNA16
 
-    return W8A8_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, FP4, WNA16, DENSE, DEQUANT, W4A8_CPU
+    return (
+        W8A8_CPU, INT16_CPU, INT4PACK_CPU, INT8PACK_CPU, A8, FP4, WNA16, DENSE, DEQUANT, W4A8_CPU
+    )  # fmt: skip
 
 
 def choose_linear(problem: LinearProblem, force: str | None = None) -> Choice[LinearKernel]:

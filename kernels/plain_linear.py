@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .compiled import decline_compiled, prefers_compiled
 from .dispatch import Choice, choose
 from .row_tiles import in_row_tiles
 
@@ -36,11 +37,12 @@ WIDE_WEIGHTS = 1 << 21  # of them made wide at once: 8 MiB
 
 class PlainProblem(NamedTuple):
     """What decides which kernel can run; of the weight and of x. batch_invariant: a row's result
-    must have the same bits in every batch."""
+    must have the same bits in every batch. in_features: of the weight."""
 
     dtype: torch.dtype
     device: str
     batch_invariant: bool = False
+    in_features: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class PlainKernel:
     """One implementation. `pack(W [out, in])`: the tensor that `run(x, packed, bias)` wants;
     `repacks`: whether that is another than W. `decline(problem)`: None, or why it cannot run.
     `add(x, packed, bias, onto)`: what `run` gives, added to `onto` [..., out] in float32 and
-    rounded once; None where that is not one op."""
+    rounded once; None where that is not one op. `batch_invariant`: whether rows have the same bits
+    in every batch as it is."""
 
     name: str
     decline: Callable[[PlainProblem], str | None]
@@ -56,6 +59,7 @@ class PlainKernel:
     run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     repacks: bool = False
     add: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor] | None = None
+    batch_invariant: bool = False
 
 
 def _decline(
@@ -179,6 +183,26 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
+def _decline_compiled(problem: PlainProblem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not {problem.device}"
+    if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"multiplies floats of 16 and 32 bits, not {_name(problem.dtype)}"
+    if problem.in_features == 0 or problem.in_features % 8:
+        return f"takes a multiple of 8 inputs, not {problem.in_features}"
+    if not prefers_compiled():
+        return decline_compiled() or "is not for a CPU with AVX512"
+    return None
+
+
+def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from .tape.program import run_floats
+
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()
+    y = run_floats(rows, weight, None if bias is None else bias.float().contiguous())
+    return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
 def _decline_wide(problem: PlainProblem) -> str | None:
     if product_dtype(problem.dtype, problem.device) != problem.dtype:
         return None
@@ -199,17 +223,21 @@ ONEDNN_FLOAT32 = PlainKernel(
     lambda weight: weight,
     _float32,
 )
+COMPILED = PlainKernel(
+    "compiled", _decline_compiled, lambda weight: weight.contiguous(), _compiled,
+    batch_invariant=True,
+)  # fmt: skip
 WIDE = PlainKernel("in_float32", _decline_wide, lambda weight: weight, _by_parts)
 TORCH = PlainKernel("torch", lambda problem: None, lambda weight: weight, F.linear)
 
-PLAIN_KERNELS = (ONEDNN_BF16, ONEDNN_FLOAT32, WIDE, TORCH)
+PLAIN_KERNELS = (ONEDNN_BF16, ONEDNN_FLOAT32, COMPILED, WIDE, TORCH)
 
 
 @functools.cache
 def choose_plain(problem: PlainProblem) -> Choice[PlainKernel]:
     """The kernel that runs `problem`, best first; torch's runs everything."""
     choice = choose("plain_linear", PLAIN_KERNELS, problem)
-    if not problem.batch_invariant:
+    if not problem.batch_invariant or choice.candidate.batch_invariant:
         return choice
     run = choice.candidate.run
 

@@ -24,7 +24,7 @@ from ..quantize.linear_problem import linear_problem
 from ..quantize.spec import LayerScheme
 from .fused import SHARED_INPUTS, Fusion, LinearPart, can_join, fusions, join_biases, put_parts
 from .linear import LinearReport, PackedLinear
-from .models.families import FAMILIES
+from .models.families import FAMILIES, takes_tape
 
 
 class Filler:
@@ -45,7 +45,8 @@ class Filler:
         for module, _, scheme in self._quantized():
             linear = self._linear(module)
             shape = (linear.out_features, linear.in_features)
-            yield linear_problem(module, scheme, shape, torch.float32, device)
+            problem = linear_problem(module, scheme, shape, torch.float32, device)
+            yield problem._replace(taped=self._taped(device))
 
     def fill(
         self, device: torch.device, dtype: torch.dtype, kernel: str | None
@@ -65,6 +66,10 @@ class Filler:
         self._fill_buffers(device)
         self._check_unused()
         return reports
+
+    def _taped(self, device: torch.device) -> bool:
+        """Whether the model's layers will run as a tape."""
+        return device.type == "cpu" and takes_tape(self.model.config)
 
     def _quantized(self) -> Iterable[tuple[str, str, LayerScheme]]:
         """Name in the model, name in the checkpoint and scheme of every quantized linear."""
@@ -121,8 +126,9 @@ class Filler:
         alone, scheme = len(linears) == 1, self.checkpoint.schemes[stored[0]]
         bias = linears[0].bias if alone else None
         packed = PackedLinear(
-            fusion.module, weights, scheme, bias, dtype, device, kernel, scale, self._invariant
-        )
+            fusion.module, weights, scheme, bias, dtype, device, kernel, scale, self._invariant,
+            self._taped(device),
+        )  # fmt: skip
         parent, _, leaf = fusion.module.rpartition(".")
         owner = self.model.get_submodule(parent)
         setattr(owner, leaf, packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -49,12 +50,13 @@ class PackedLinear(nn.Module):
         kernel: str | None = None,
         input_scale: Tensor | None = None,
         batch_invariant: bool = False,
+        taped: bool = False,
     ) -> None:
         """Pack `weights` for the first kernel that accepts them, or for the one named `kernel`.
 
         `bias` is the parameter of the linear that this one replaces; it may still be on meta, or
-        be given later. input_scale: [1], where the scheme stores one. batch_invariant: as of
-        LinearProblem. Raises UserError when the
+        be given later. input_scale: [1], where the scheme stores one. batch_invariant, taped: as
+        of LinearProblem. Raises UserError when the
         shapes do not fit the scheme, and when `kernel` cannot run it.
         """
         super().__init__()
@@ -67,7 +69,7 @@ class PackedLinear(nn.Module):
             weights, self._columns = [q for q, _ in ordered], ordered[0][1]
         rows, columns = sum(len(q.codes) for q in weights), weights[0].codes.shape[1]
         problem = linear_problem(module, scheme, (rows, columns), dtype, device)
-        problem = problem._replace(batch_invariant=batch_invariant)
+        problem = problem._replace(batch_invariant=batch_invariant, taped=taped)
         self.in_features, self.out_features = problem.in_features, problem.out_features
         chosen = choose_linear(problem, kernel)
         self.problem, self._kernel = problem, chosen.candidate
@@ -83,6 +85,11 @@ class PackedLinear(nn.Module):
         self.report = LinearReport(
             module, self._kernel.name, problem, chosen.declined, nbytes, note
         )
+
+    @property
+    def reorders(self) -> bool:
+        """Whether columns are put in the order of their groups first."""
+        return self._columns is not None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._columns is not None:
@@ -111,6 +118,17 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.report.kernel}, {self.problem}"
+
+
+def own_threads(model: nn.Module) -> AbstractContextManager[None]:
+    """In which a model is best run: torch is left one thread where packed linears run on threads of
+    their own, which its spinning ones would keep from a core."""
+    linears = (m for m in model.modules() if isinstance(m, PackedLinear))
+    if not any(linear.report.kernel == "int16_cpu" for linear in linears):
+        return nullcontext()
+    from ..kernels.tape.team import alone
+
+    return alone()
 
 
 def _operands(

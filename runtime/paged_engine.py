@@ -178,9 +178,10 @@ class PagedEngine:
             return []
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
         asked = _asked(plan, lives)
-        with row_tiles(self.loaded.batch_invariant):
-            logits, broken = self._logits(plan, lives)  # K and V are stored even where nobody asks
-        drawn = self._results.advance(plan, asked, logits, broken)
+        with self._decoder.threads(self._kv.pools):
+            with row_tiles(self.loaded.batch_invariant):
+                logits, broken = self._logits(plan, lives)  # K, V are stored even where nobody asks
+            drawn = self._results.advance(plan, asked, logits, broken)
         if self._evictor is not None:
             self._evictor.evict(plan)
         seconds = time.perf_counter() - started

@@ -127,7 +127,7 @@ def test_dense_linears_are_fused_without_a_second_copy(folders) -> None:
     model = loaded(folders("qwen2"))
     decoder = Decoder(model, max_len=64)
     attention = model.model.layers[0].self_attn
-    whole = decoder.layers[0]._qkv._linears[0]
+    whole = decoder.layers[0].qkv.linears[0]
     assert whole.packed.shape[0] == 64 + 2 * 32
     if whole.kernel.repacks:  # the module's linears are parts of the product
         assert isinstance(attention.q_proj, LinearPart)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from ...kernels.compiled import prefers_compiled
 from .decoder import Decoder
 from .families import decline_decoder
 from .hf_module import ModuleDecoder, decline_module
@@ -15,7 +16,7 @@ def make_decoder(model: Any, max_len: int, batch_invariant: bool = False) -> Any
     """The decoder of a loaded model that `decline_model` does not decline. max_len: the longest
     sequence. batch_invariant: rows have the same bits in every batch."""
     if decline_decoder(model.config) is None:
-        return Decoder(model, max_len, batch_invariant)
+        return Decoder(model, max_len, batch_invariant, prefers_compiled())
     return ModuleDecoder(model)
 
 

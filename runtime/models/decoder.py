@@ -10,6 +10,7 @@ values are one op.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from ...kernels.norm_ops import Gate, gated_mul, rms_norm
 from ...kernels.paged_kv import BlockPool
 from ...kernels.rotary import Rotary
 from ..attending import attend_blocks
+from ..linear import own_threads
 from .families import FAMILIES, Family, decline_decoder
 from .projection import Linear, PlainLinear, Projection, in_place, output_head
+from .taped import TapedLayers, decline_layers, takes_batches
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -51,6 +54,14 @@ class Norm(NamedTuple):
         return rms_norm(x, self.weight, self.eps).out
 
 
+class GatedMlp(NamedTuple):
+    """down(act(gate(x)) * up(x))."""
+
+    gate_up: Projection
+    gate: Gate
+    down: Linear
+
+
 class Decoder:
     """A loaded transformers model of a family in FAMILIES, as the engine runs it.
 
@@ -58,13 +69,17 @@ class Decoder:
     of what runs here. max_len: positions that the rotary tables hold. batch_invariant: of the
     linears of floats; packed ones are what they were made to be. windows: the sliding windows
     of its layers (None: all keys are seen), which are the kinds of layers; kinds: of each layer its
-    number there. UserError, with the reason, for what `decline_decoder` declines.
+    number there. compiled: on a CPU, take its layers as one compiled tape (taped.py) where they can
+    be. UserError, with the reason, for what `decline_decoder` declines.
     """
 
-    def __init__(self, model: Any, max_len: int, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, model: Any, max_len: int, batch_invariant: bool = False, compiled: bool = True
+    ) -> None:
         config = model.config
         if reason := decline_decoder(config):
             raise UserError(f"the decoder {reason}")
+        self._model = model
         family, base = FAMILIES[config.model_type], model.model
         self._embed = base.embed_tokens
         self._embed_scale = _embedding_scale(base.embed_tokens, config, family)
@@ -79,6 +94,8 @@ class Decoder:
         self._head = output_head(model, batch_invariant)
         self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
+        self._compiled = compiled
+        self._tape: tuple[Sequence[KVPools], TapedLayers | None] | None = None
 
     def __call__(
         self,
@@ -94,12 +111,35 @@ class Decoder:
         stream = self._embed(token_ids)
         if self._embed_scale is not None:
             stream = stream * self._embed_scale
+        tape = self._tape_over(pools) if self._compiled and takes_batches(batches) else None
+        if tape is not None:
+            dtype = stream.dtype
+            stream = tape(stream.float() if dtype != torch.float32 else stream, batches, new)
+            stream = stream if rows is None else stream[rows]
+            return _norm_of_sum(stream, None, self._norm)[0].to(dtype)
         update: Tensor | None = None
         for layer, kind, pool in zip(self.layers, self.kinds, pools, strict=True):
             stream, update = layer(stream, update, pool, batches[kind], new[kind])
         if rows is not None:
             stream, update = stream[rows], None if update is None else update[rows]
         return _norm_of_sum(stream, update, self._norm)[0]
+
+    def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
+        """In which its steps over `pools` are best run, with what surrounds them: torch is left one
+        thread where a team runs the layers."""
+        if not self._compiled or self._tape_over(pools) is None:
+            return own_threads(self._model)
+        from ...kernels.tape.team import alone
+
+        return alone()
+
+    def _tape_over(self, pools: Sequence[KVPools]) -> TapedLayers | None:
+        """The layers' tape, made when these pools are met first; None where there is none."""
+        if self._tape is None or self._tape[0] is not pools:
+            declined = decline_layers(self.layers, pools)
+            tape = None if declined else TapedLayers(self.layers, self.kinds, pools)
+            self._tape = pools, tape
+        return self._tape[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] of hidden states [rows, hidden]."""
@@ -122,11 +162,11 @@ class DecoderLayer:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         apart = ("q_proj", "k_proj", "v_proj")
-        self._qkv = Projection.in_module(attention, "qkv_proj", apart, batch_invariant)
-        self._out = in_place(attention, "o_proj", batch_invariant)
-        self._wide_norms, head_norm = _query_key_norms(attention, family, self.head_dim)
-        self._store = StoreOptions(rotary, head_norm, rotate_queries=True)
-        self._attend = AttentionOptions(
+        self.qkv = Projection.in_module(attention, "qkv_proj", apart, batch_invariant)
+        self.out = in_place(attention, "o_proj", batch_invariant)
+        self.wide_norms, head_norm = _query_key_norms(attention, family, self.head_dim)
+        self.store = StoreOptions(rotary, head_norm, rotate_queries=True)
+        self.attend = AttentionOptions(
             scale=attention.scaling,
             sliding_window=getattr(
                 attention, "sliding_window", getattr(config, "sliding_window", None)
@@ -135,13 +175,14 @@ class DecoderLayer:
             rotated_queries=True,
             wants_lse=False,
         )
-        self.sliding_window = self._attend.sliding_window
-        self._middle, self._down = _mlp(layer.mlp, config, batch_invariant)
-        self._norms = [
+        self.sliding_window = self.attend.sliding_window
+        self.mlp = _mlp(layer.mlp, config, batch_invariant)
+        self._experts = None if self.mlp else layer.mlp
+        self.norms = [
             None if name is None else Norm.of(getattr(layer, name), family.norm_offset)
             for name in family[:4]
         ]
-        self._multiplier = getattr(config, "residual_multiplier", 1.0)
+        self.multiplier = getattr(config, "residual_multiplier", 1.0)
 
     def __call__(
         self,
@@ -153,35 +194,40 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """The stream [tokens, hidden] before this layer's last update, and that update, None where
         the stream has it already. update: the one of the layer before."""
-        attention_norm, attention_out, mlp_norm, mlp_out = self._norms
+        attention_norm, attention_out, mlp_norm, mlp_out = self.norms
         x, stream = _norm_of_sum(stream, update, attention_norm)
         x = self._attention(x, pools, batch, new)
-        stream, update = self._onto(stream, x, self._out, attention_out)
+        stream, update = self._onto(stream, x, self.out, attention_out)
         x, stream = _norm_of_sum(stream, update, mlp_norm)
-        return self._onto(stream, self._middle(x), self._down, mlp_out)
+        if self.mlp is None:
+            return self._onto(stream, x, self._mixture, mlp_out)
+        return self._onto(stream, gated_mul(self.mlp.gate_up(x), self.mlp.gate), self.mlp.down, mlp_out)
+
+    def _mixture(self, x: Tensor) -> Tensor:
+        return self._experts(x.unsqueeze(0)).squeeze(0)
 
     def _attention(self, x: Tensor, pools: KVPools, batch: PagedBatch, new: NewTokens) -> Tensor:
-        q, k, v = self._qkv.parts(x, (self.heads, self.kv_heads, self.kv_heads), self.head_dim)
-        if self._wide_norms is not None:
+        q, k, v = self.qkv.parts(x, (self.heads, self.kv_heads, self.kv_heads), self.head_dim)
+        if self.wide_norms is not None:
             q, k = (
                 norm(y.flatten(1)).view_as(y)
-                for norm, y in zip(self._wide_norms, (q, k), strict=True)
+                for norm, y in zip(self.wide_norms, (q, k), strict=True)
             )
-        q = kv_store(q, k, v, pools.keys, pools.values, new, self._store)
-        return attend_blocks(q, pools.keys, pools.values, batch, self._attend).flatten(1)
+        q = kv_store(q, k, v, pools.keys, pools.values, new, self.store)
+        return attend_blocks(q, pools.keys, pools.values, batch, self.attend).flatten(1)
 
     def _onto(
         self, stream: Tensor, x: Tensor, linear: Linear, norm: Norm | None
     ) -> tuple[Tensor, Tensor | None]:
         """The stream and its update linear(x); the sum and None where the linear adds them."""
-        if norm is None and self._multiplier == 1 and isinstance(linear, PlainLinear):
+        if norm is None and self.multiplier == 1 and isinstance(linear, PlainLinear):
             whole = linear.onto(stream, x)
             if whole is not None:
                 return whole, None
         update = linear(x)
         if norm is not None:
             update = norm(update)
-        return stream, update if self._multiplier == 1 else update * self._multiplier
+        return stream, update if self.multiplier == 1 else update * self.multiplier
 
 
 def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -194,17 +240,16 @@ def _norm_of_sum(stream: Tensor, update: Tensor | None, norm: Norm | None) -> tu
     return rms_norm(update, norm.weight, norm.eps, stream)
 
 
-def _mlp(module: Any, config: Any, batch_invariant: bool) -> tuple[Linear, Linear]:
-    """A dense MLP as its middle, act(gate(x)) * up(x), and the product down; a mixture of experts,
-    by its own module, as nothing and all of it."""
+def _mlp(module: Any, config: Any, batch_invariant: bool) -> GatedMlp | None:
+    """A dense MLP; None for a mixture of experts, which its own module runs."""
     if hasattr(module, "experts"):
-        return lambda x: x, lambda x: module(x.unsqueeze(0)).squeeze(0)
+        return None
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in GATES:
         raise UserError(f"the decoder has no activation '{name}' (known: {', '.join(GATES)})")
-    apart, gate = ("gate_proj", "up_proj"), GATES[name]
+    apart = ("gate_proj", "up_proj")
     gate_up = Projection.in_module(module, "gate_up_proj", apart, batch_invariant)
-    return lambda x: gated_mul(gate_up(x), gate), in_place(module, "down_proj", batch_invariant)
+    return GatedMlp(gate_up, GATES[name], in_place(module, "down_proj", batch_invariant))
 
 
 def _query_key_norms(

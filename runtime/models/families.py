@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ...kernels.compiled import prefers_compiled
+
 FIXED_ROPES = {"default", "linear", "llama3", "yarn"}  # the same table at every length
 
 
@@ -55,6 +57,12 @@ def decline_decoder(config: Any) -> str | None:
     if changing:
         return f"has no rotary embedding of type {', '.join(sorted(changing))}"
     return None
+
+
+def takes_tape(config: Any) -> bool:
+    """Whether the decoder runs a model of this config as a tape on this CPU (taped.py)."""
+    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    return prefers_compiled() and not experts and decline_decoder(config) is None
 
 
 def rope_types(config: Any) -> set[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from ...kernels.errors import UserError
 from ...kernels.kv_store_ops import NewTokens, StoreOptions, kv_store
 from ...kernels.paged_kv import new_pool
 from ..attending import attend_blocks
+from ..linear import own_threads
 from ..step_inputs import step_inputs
 from .decoder import KVPools
 from .families import FIXED_ROPES, rope_types
@@ -77,6 +78,10 @@ class ModuleDecoder:
         paged = _Paged(pools, [batches[k] for k in self.kinds], [new[k] for k in self.kinds])
         hidden = self._run(token_ids, new[0].positions, paged).last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
+
+    def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
+        """As `Decoder`'s: its module's ops are torch's."""
+        return own_threads(self._model)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary]: the model's own way from hidden states [rows, hidden] on."""

@@ -27,7 +27,9 @@ class PlainLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        problem = PlainProblem(weight.dtype, weight.device.type, batch_invariant)
+        problem = PlainProblem(
+            weight.dtype, weight.device.type, batch_invariant, self.in_features
+        )
         self.kernel = choose_plain(problem).candidate
         self.packed = self.kernel.pack(weight.detach())
         self.bias = bias
@@ -45,7 +47,7 @@ class Projection:
     """`linears` side by side: x [tokens, in] to [tokens, sum of outs]."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = list(linears)
+        self.linears = list(linears)
 
     @classmethod
     def in_module(
@@ -78,7 +80,7 @@ class Projection:
         return outs[0].split_with_sizes(list(heads), dim=1) if len(outs) == 1 else tuple(outs)
 
     def _outs(self, x: Tensor) -> list[Tensor]:
-        return [linear(x) for linear in self._linears]
+        return [linear(x) for linear in self.linears]
 
 
 def in_place(module: Any, name: str, batch_invariant: bool = False) -> Linear:
