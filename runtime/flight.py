@@ -19,6 +19,7 @@ from typing import NamedTuple
 from .request import Request
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Sequence
 from .step_results import Asked, Drawing, Live
 from .step_runner import Ran, Unread
 
@@ -61,10 +62,12 @@ def may_plan_ahead(plan: StepPlan, scheduler: Scheduler) -> bool:
         config.policy == "priority" or roster.seats + first.n <= config.max_num_seqs
     ):
         return False
-    running = sum(
-        run.sequence.finish_reason is None and not run.sequence.request.is_over for run in plan.runs
-    )
-    return roster.seats == running
+    return roster.seats == sum(not is_over(run.sequence) for run in plan.runs)
+
+
+def is_over(sequence: Sequence) -> bool:
+    """Whether nothing more is wanted of a sequence."""
+    return sequence.finish_reason is not None or sequence.request.is_over
 
 
 def _draws_alike(live: Live) -> bool:

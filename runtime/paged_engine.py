@@ -16,7 +16,7 @@ from torch import Tensor
 from ..quantize.checkpoint.kv_config import KVStorage
 from .engine import EngineStats
 from .eviction import Eviction, Evictor
-from .flight import Flight, can_wait, may_plan_ahead
+from .flight import Flight, can_wait, is_over, may_plan_ahead
 from .graphs import DecodeGraphs
 from .invariance import check_invariance
 from .kv_pools import PagedKV, blocks_in, decline_paged, host_blocks_in
@@ -254,6 +254,7 @@ class PagedEngine:
         """Wait for what comes of a step and tell it; the requests that something has come of."""
         plan, lives, asked, ran, drawing, started = flight
         picked, also = drawing.read()
+        over = [is_over(run.sequence) for run in plan.runs]  # by what was read since it was planned
         broken = self._tell_prompts(ran, also[0]) if also else []
         drawn = self._results.advance(plan, asked, ran.logits, drawing, picked, broken)
         if self._evictor is not None:
@@ -261,7 +262,7 @@ class PagedEngine:
         now = time.perf_counter()
         seconds, self._landed = now - max(started, self._landed), now
         self.stats.output_tokens += sum(drawn)
-        self._count(plan, lives, drawn, started, seconds)
+        self._count(plan, lives, drawn, over, started, seconds)
         if self._speculator is not None:
             self._speculator.record(plan, seconds, sum(drawn))
         told = dict.fromkeys(
@@ -296,13 +297,16 @@ class PagedEngine:
             add_prompt_logprobs(request, start + first, logits)
 
     def _count(
-        self, plan: StepPlan, lives: list[Live], drawn: list[int], started: float, seconds: float
-    ) -> None:
+        self, plan: StepPlan, lives: list[Live], drawn: list[int], over: list[bool], started: float,
+        seconds: float,
+    ) -> None:  # fmt: skip
         """Share the step's seconds out: what prompts took by their tokens, the rest is decoding.
-        drawn: tokens that came of each run."""
+        drawn: tokens that came of each run; over: of those, none were wanted."""
         each = seconds / len(plan.token_ids)
         counted: dict[int, tuple[Live, bool]] = {}
-        for run, live, new in zip(plan.runs, lives, drawn, strict=True):
+        for run, live, new, unwanted in zip(plan.runs, lives, drawn, over, strict=True):
+            if unwanted:
+                continue
             tokens = run.end - run.start
             decodes = run.start >= len(live.request.prompt_token_ids)
             counted[id(live.state)] = live, decodes
