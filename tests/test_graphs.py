@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowbit.kernels.triton_ops.launch import Target, recording
 from lowbit.runtime import LLM, SamplingParams
 from lowbit.runtime.graphs import (
     MAX_BOUND,
@@ -30,6 +31,7 @@ from lowbit.runtime.paged_engine import BLOCK_SIZE, PagedEngine
 from lowbit.runtime.step_inputs import step_inputs
 
 from .runtime_models import FAMILIES, VOCAB, save_tiny
+from .test_decoder import DECODED
 
 CPU = torch.device("cpu")
 LONGEST = 128  # keys of a sequence
@@ -175,6 +177,34 @@ def test_what_cannot_be_captured_is_told_and_runs_without(folders) -> None:
     steps.graphs.capture(use_tqdm=False)
     assert steps.graphs.form(1, 1) is None
     assert steps.graphs.describe() == "no CUDA graphs: the memory is full"
+
+
+GPU_KERNELS = ("attention_triton", "kv_store_triton", "norm_triton")
+ASKS_THE_HOST = {"mixtral", "qwen3_moe"}  # experts of floats, which run one by one
+
+
+@pytest.mark.parametrize("kv", ["model", "int8"])
+@pytest.mark.parametrize("family", sorted(DECODED.keys() - ASKS_THE_HOST))
+def test_a_step_by_gpu_kernels_asks_the_device_for_nothing(
+    family: str, kv: str, tmp_path, monkeypatch
+) -> None:
+    """On meta, where nothing has a value that could be asked for; launches are recorded."""
+    for module in GPU_KERNELS:
+        monkeypatch.setattr(f"lowbit.kernels.{module}.decline_triton", lambda device: None)
+    loaded, meta = load(save_tiny(tmp_path, DECODED[family]()), "cpu", "bfloat16"), "meta"
+    decoder = Decoder(loaded.model.to(meta), 4096)
+    storage = resolve_kv(kv, loaded.kv, loaded.model.config)
+    device = torch.device(meta)
+    pools = PagedKV(decoder.layers, decoder.kinds, storage, torch.bfloat16, device)
+    pools.allocate(9, 0)
+    graphs = DecodeGraphs(decoder, pools.pools, 2, 4096, device, Again())
+    with recording(Target("cuda", 90)) as launches:
+        graphs.capture(use_tqdm=False)
+    attention = [launch for launch in launches if launch.kernel.__name__ == "attention_kernel"]
+    # once before the first, then each: sizes 2 and 1, bounds 4096 and 2048, splits of 512 keys
+    assert [launch.args["splits"] for launch in attention] == [8] * 6 + [4] * 4
+    assert [launch.args["seqs"] for launch in attention] == [2] * 4 + [1] * 2 + [2] * 2 + [1] * 2
+    assert all(launch.constants["ONE_TILE"] for launch in attention)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 16, 17, 100, 256, 500, 512, 4000])
