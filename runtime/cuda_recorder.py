@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from .graphs import NotCapturableError
+from .graphs import DecodeGraphs, NotCapturableError
+from .models.decoder import Decoder, KVPools
 
 
 class CudaRecorder:
@@ -43,6 +44,19 @@ class CudaRecorder:
             current.wait_stream(self._stream)
         self.nbytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
         return graph.replay
+
+
+def cuda_graphs(
+    decoder: Decoder, pools: Sequence[KVPools], max_num_seqs: int, max_model_len: int,
+    device: torch.device, batch_invariant: bool = False,
+) -> DecodeGraphs:  # fmt: skip
+    """See DecodeGraphs. They are captured; a bar on standard error shows it after 2 seconds."""
+    recorder = CudaRecorder(device)
+    graphs = DecodeGraphs(
+        decoder, pools, max_num_seqs, max_model_len, device, recorder, batch_invariant
+    )
+    graphs.capture()
+    return graphs
 
 
 @contextmanager

@@ -39,6 +39,18 @@ MAX_SIZE = STEPS[-1][0]
 FIRST_BOUND, BOUND_FACTOR, MAX_BOUND = 2048, 4, 1 << 17
 
 
+def decline_graphs(decoder: object, device: torch.device, watched: bool) -> str | None:
+    """None, or why steps of a decoder on `device` cannot be replayed. watched: somebody looks at
+    attention in every layer."""
+    if device.type != "cuda":
+        return f"they need a GPU, and the model is on {device}"
+    if watched:
+        return "kv_eviction looks at attention in every layer"
+    if not isinstance(decoder, Decoder):
+        return "the model runs by its own module, which may look at the numbers of a step"
+    return None
+
+
 class NotCapturableError(Exception):
     """Why a function cannot be replayed."""
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ..quantize.checkpoint.kv_config import KVStorage
+from .cuda_recorder import cuda_graphs
 from .engine import EngineStats
 from .eviction import Eviction, Evictor
 from .flight import Flight, can_wait, is_over, may_plan_ahead
-from .graphs import DecodeGraphs
+from .graphs import DecodeGraphs, decline_graphs
 from .invariance import check_invariance
 from .kv_pools import PagedKV, blocks_in, decline_paged, host_blocks_in
 from .loader import LoadedModel
@@ -26,7 +24,6 @@ from .models.choice import decline_model, make_decoder
 from .models.decoder import Decoder
 from .request import Request
 from .sampling.beams import BeamRequest
-from .sampling.logprobs import add_prompt_logprobs
 from .scheduling.config import BLOCK_SIZE, Batching, KVKind, Policy, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
@@ -35,10 +32,8 @@ from .scheduling.stats import SchedulerStats
 from .speculation.draft_model import DraftModel
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
-from .step_results import Asked, Live, StepResults
-from .step_runner import Ran, StepRunner, wants_logits
-
-HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at once
+from .step_results import Live, StepResults, asked_of
+from .step_runner import StepRunner
 
 
 class EngineLimits(NamedTuple):
@@ -128,31 +123,21 @@ class PagedEngine:
             proposer.allocate(blocks)
         return blocks, host_blocks
 
+    @property
+    def graphs_declined(self) -> str | None:
+        """None, or why no step of this engine can be replayed."""
+        watched = self.limits.eviction is not None
+        return decline_graphs(self._decoder, self.loaded.device, watched)
+
     def _captured(self) -> DecodeGraphs | None:
         """Graphs of decode steps; None where they are not wanted, or cannot be."""
         limits, decoder, device = self.limits, self._decoder, self.loaded.device
         if not limits.cuda_graphs or self.graphs_declined is not None:
             return None
         assert isinstance(decoder, Decoder)
-        from .cuda_recorder import CudaRecorder
-
-        graphs = DecodeGraphs(
-            decoder, self._kv.pools, limits.max_num_seqs, limits.max_model_len, device,
-            CudaRecorder(device), self.loaded.batch_invariant,
-        )  # fmt: skip
-        graphs.capture()
-        return graphs
-
-    @property
-    def graphs_declined(self) -> str | None:
-        """None, or why no step of this engine can be replayed."""
-        if self.loaded.device.type != "cuda":
-            return f"CUDA graphs need a GPU, and the model is on {self.loaded.device}"
-        if self.limits.eviction is not None:
-            return "attention is watched, for kv_eviction"
-        if not isinstance(self._decoder, Decoder):
-            return "the model runs by its own module, which may look at numbers of a step"
-        return None
+        most, longest = limits.max_num_seqs, limits.max_model_len
+        invariant = self.loaded.batch_invariant
+        return cuda_graphs(decoder, self._kv.pools, most, longest, device, invariant)
 
     @property
     def decode_graphs(self) -> str:
@@ -246,7 +231,7 @@ class PagedEngine:
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
         unread = None if before is None else before.unread
         ran = self._runner.run(plan, lives, unread)
-        asked = _asked(plan, lives)
+        asked = asked_of(plan, lives)
         drawing = self._results.draw(asked, ran.logits, [] if ran.finite is None else [ran.finite])
         return Flight(plan, lives, asked, ran, drawing, started)
 
@@ -255,7 +240,7 @@ class PagedEngine:
         plan, lives, asked, ran, drawing, started = flight
         picked, also = drawing.read()
         over = [is_over(run.sequence) for run in plan.runs]  # by what was read since it was planned
-        broken = self._tell_prompts(ran, also[0]) if also else []
+        broken = self._runner.tell_prompts(ran, also[0]) if also else []
         drawn = self._results.advance(plan, asked, ran.logits, drawing, picked, broken)
         if self._evictor is not None:
             self._evictor.evict(plan)
@@ -276,25 +261,6 @@ class PagedEngine:
         if not self._live:
             self._scheduler.roster.free_leaving()
         return list(told)
-
-    @torch.inference_mode()
-    def _tell_prompts(self, ran: Ran, finite: list[bool]) -> list[Live]:
-        """Tell prompts' own logits to the requests that want them; whose prompts are broken."""
-        broken, begin = [], 0
-        for part in ran.parts:
-            end = begin + part.tokens
-            if not all(finite[begin:end]):
-                broken.append(part.live)
-            elif wants_logits(part.live.request):
-                self._tell(part.live.request, part.run.start, ran.hidden[begin:end])
-            begin = end
-        return broken
-
-    def _tell(self, request: Request, start: int, hidden: Tensor) -> None:
-        """The logprobs of the tokens after position `start`, from the hidden states there on."""
-        for first in range(0, len(hidden), HEAD_ROWS):
-            logits = self._decoder.logits(hidden[first : first + HEAD_ROWS])
-            add_prompt_logprobs(request, start + first, logits)
 
     def _count(
         self, plan: StepPlan, lives: list[Live], drawn: list[int], over: list[bool], started: float,
@@ -324,13 +290,3 @@ class PagedEngine:
                 request.decode_seconds += seconds
             else:
                 request.prefill_seconds += seconds
-
-
-def _asked(plan: StepPlan, lives: list[Live]) -> list[Asked]:
-    """The runs of a plan that logits are computed for."""
-    asked, first = [], 0
-    for run, live in zip(plan.runs, lives, strict=True):
-        if run.num_logits:
-            asked.append(Asked(run, live, first))
-            first += run.num_logits
-    return asked

@@ -48,6 +48,16 @@ class Asked(NamedTuple):
     first: int
 
 
+def asked_of(plan: StepPlan, lives: list[Live]) -> list[Asked]:
+    """The runs of a plan that logits are computed for."""
+    asked, first = [], 0
+    for run, live in zip(plan.runs, lives, strict=True):
+        if run.num_logits:
+            asked.append(Asked(run, live, first))
+            first += run.num_logits
+    return asked
+
+
 class Draw(NamedTuple):
     """A token to draw from a row of logits. ahead: proposed tokens between the continuation's last
     one and this. pending: tokens before those that are drawn and not read yet."""

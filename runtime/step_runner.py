@@ -17,10 +17,13 @@ from .kv_pools import PagedKV
 from .models.choice import AnyDecoder
 from .request import Request
 from .sampling.beams import BeamRequest
+from .sampling.logprobs import add_prompt_logprobs
 from .scheduling.plan import UNKNOWN_TOKEN, SequenceRun, StepPlan
 from .scheduling.sequence import Sequence
 from .step_inputs import step_inputs
 from .step_results import Live
+
+HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at once
 
 
 class Unread(NamedTuple):
@@ -100,6 +103,22 @@ class StepRunner:
             hidden = self._hidden(plan, query_lens, rows, unread)
             finite = torch.isfinite(hidden[asked:]).all(dim=-1) if parts else None
             return Ran(self.decoder.logits(hidden[:asked]), parts, hidden[asked:], finite)
+
+    @torch.inference_mode()
+    def tell_prompts(self, ran: Ran, finite: Seq[bool]) -> list[Live]:
+        """Tell prompts' own logits to the requests that want them. finite: `ran.finite`, on the
+        host. Returns whose prompts are broken."""
+        broken, begin = [], 0
+        for run, live, _ in ran.parts:
+            end = begin + run.end - run.start
+            if not all(finite[begin:end]):
+                broken.append(live)
+            elif wants_logits(live.request):
+                for first in range(begin, end, HEAD_ROWS):
+                    logits = self.decoder.logits(ran.hidden[first : min(first + HEAD_ROWS, end)])
+                    add_prompt_logprobs(live.request, run.start + first - begin, logits)
+            begin = end
+        return broken
 
     def _hidden(
         self, plan: StepPlan, query_lens: list[int], rows: list[int], unread: Unread | None
