@@ -245,25 +245,31 @@ def with_graphs(llm: LLM) -> LLM:
     return llm
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_an_engine_with_graphs_gives_the_same_tokens(family: str, folders, monkeypatch) -> None:
+def test_an_engine_with_graphs_gives_the_same_tokens(
+    family: str, overlaps: bool, folders, monkeypatch
+) -> None:
+    """Also where the tokens of the step before have not been read: see test_overlap.py."""
     params = [
         SamplingParams(max_tokens=n, temperature=t, seed=n, ignore_eos=True, logprobs=2)
         for n, t in ((30, 0.0), (9, 0.7), (21, 0.0), (14, 1.0))
     ]
+    plain = LLM(folders(family), "cpu", "float32", max_num_seqs=3)
+    want = plain.generate(PROMPTS, params, use_tqdm=False)
+    replays: list[tuple[Form, bool]] = []
+    logits = DecodeGraphs.logits
 
-    def outputs(**options: Any) -> list[Any]:
-        llm = LLM(folders(family), "cpu", "float32", max_num_seqs=3, **options)
-        want = llm.generate(PROMPTS, params, use_tqdm=False)
-        replays = []
-        logits = DecodeGraphs.logits
-        monkeypatch.setattr(DecodeGraphs, "logits", lambda *a: replays.append(a[1]) or logits(*a))
-        llm = LLM(folders(family), "cpu", "float32", max_num_seqs=3, **options)
-        got = with_graphs(llm).generate(PROMPTS, params, use_tqdm=False)
-        assert {form.size for form in replays} == {1, 2, 3}
-        return [want, got]
+    def noted(self: Any, form: Form, numbers: Any, change: Any = None) -> Any:
+        replays.append((form, change is not None))
+        return logits(self, form, numbers, change)
 
-    want, got = outputs()
+    monkeypatch.setattr(DecodeGraphs, "logits", noted)
+    llm = with_graphs(LLM(folders(family), "cpu", "float32", max_num_seqs=3))
+    engine_of(llm)._overlaps = overlaps
+    got = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert {form.size for form, _ in replays} == {1, 2, 3}
+    assert any(changed for _, changed in replays) == overlaps
     for a, b in zip(want, got, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.outputs[0].logprobs is not None and b.outputs[0].logprobs is not None
