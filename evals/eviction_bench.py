@@ -27,9 +27,10 @@ from ..runtime.eviction import Method
 from ..runtime.llm import LLM
 from ..runtime.paged_engine import PagedEngine
 from ..runtime.sampling.params import SamplingParams
+from ..runtime.sampling.picker import Drawn, Picked
 from ..runtime.scheduling.plan import StepPlan
 from ..runtime.scheduling.scheduler import Scheduler
-from ..runtime.step_results import Asked, Live
+from ..runtime.step_results import Asked, Drawing, Live
 from .report import cpu_name
 
 
@@ -41,9 +42,14 @@ class Forced:
         self._scheduler, self._rests = scheduler, rests
         self.nll, self.count = 0.0, 0
 
+    def draw(self, asked: list[Asked], logits: Tensor, also: Sequence[Tensor] = ()) -> Drawing:
+        """Nothing is drawn."""
+        return Drawing([], Drawn(None, None, None, also))
+
     def advance(
-        self, plan: StepPlan, asked: list[Asked], logits: Tensor, broken: list[Live]
-    ) -> list[int]:
+        self, plan: StepPlan, asked: list[Asked], logits: Tensor, drawing: Drawing, picked: Picked,
+        broken: list[Live],
+    ) -> list[int]:  # fmt: skip
         if broken:
             raise UserError("the model's hidden states are not finite: take float32")
         tokens: dict[int, list[int]] = {}

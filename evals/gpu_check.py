@@ -3,10 +3,12 @@
 Every case of kernels/cases in its real shape: against the float64 reference on fresh random
 operands with outputs poisoned, rows alone against the batch; by several processes, since most of
 the time goes to compilers. Then speeds, one at a time, each a module in `SPEEDS` with `names()`,
-`warm(name)`, which compiles, and `speeds(name)`: times from events around replayed graphs, medians,
-beside the ceilings measured first. One table, one JSON (--json), which is complete as far as things
-went whenever the check is stopped. What crashes a process is a fault of its row alone. Exit code 1
-when something is wrong or misses its bar, 2 without a GPU. Takes up no work after --minutes (8).
+`warm(name)`, which compiles, and `speeds(name)`: of kernels, times from events around replayed
+graphs, medians, beside the ceilings measured first; of decode steps, times of the wall, where they
+give the same logits and tokens with graphs and without. One table, one JSON (--json), which is
+complete as far as things went whenever the check is stopped. What crashes a process is a fault of
+its row alone. Exit code 1 when something is wrong or misses its bar, 2 without a GPU. Takes up no
+work after --minutes (8).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ..kernels.cases import all_cases
 from .gpu_speed import Ceilings, Speed
 from .gpu_workers import Job, Row, Worker, do_all
 
-SPEEDS = ("gpu_speed_linear", "gpu_speed_attention")
+SPEEDS = ("gpu_speed_linear", "gpu_speed_attention", "gpu_speed_decode")
 """Modules of this folder that measure, in the order of the table."""
 CASES_SHARE = 0.5  # of the time, at most, for the cases and what speeds compile
 JOB_SECONDS = 100.0  # for one of those, compilers included

@@ -60,7 +60,10 @@ class LLM:
     batch_invariant: a request's logits have the same bits whatever runs beside it, however its
     prompt is cut and whatever is proposed (runtime/invariance.py), which takes longer;
     scheduling_policy: "fcfs" runs requests as they came, "priority" those of lower numbers first,
-    which may take the place of running ones.
+    which may take the place of running ones. On a GPU, cuda_graphs: decode steps are replayed
+    (runtime/graphs.py), which takes memory besides and some seconds at the start; async_scheduling:
+    a step is planned while the one before runs (runtime/flight.py), so that what comes of it is
+    told a step later.
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -89,6 +92,8 @@ class LLM:
         batch_invariant: bool = False,
         scheduling_policy: Policy = "fcfs",
         gpu_memory_utilization: float | None = None,
+        cuda_graphs: bool = True,
+        async_scheduling: bool = True,
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -119,14 +124,17 @@ class LLM:
             proposer = None if speculate is None else make_proposer(
                 speculate, num_speculative_tokens, loaded, self.vocab_size, self.max_model_len
             )  # fmt: skip
+            on_gpu = self.device.type == "cuda"
             if gpu_memory_utilization is not None:
                 kv_memory = kv_memory_within(gpu_memory_utilization, self.device)
             limits = EngineLimits(
                 max_num_seqs, max_num_batched_tokens, self.max_model_len, kv_memory,
                 enable_prefix_caching, batching, proposer, swap_memory, eviction,
-                scheduling_policy,
+                scheduling_policy, cuda_graphs, async_scheduling and on_gpu,
             )  # fmt: skip
             self._engine: Engine | PagedEngine = PagedEngine(loaded, limits, kv)
+            if on_gpu and cuda_graphs and (why := self._engine.graphs_declined) is not None:
+                self.warnings = [*self.warnings, f"decode runs without CUDA graphs: {why}"]
         else:
             asked = {
                 "speculate": speculate, "kv_eviction": kv_eviction, "swap_memory": swap_memory,
@@ -160,6 +168,11 @@ class LLM:
     def kv_cache(self) -> str:
         """How keys and values are stored, in words."""
         return describe_kv(self._engine.kv.spec) if self._engine.kv else "as computed"
+
+    @property
+    def decode_graphs(self) -> str:
+        """How decode steps are launched, in words."""
+        return getattr(self._engine, "decode_graphs", "no CUDA graphs: the engine has none")
 
     def linear_report(self) -> list[LinearReport]:
         """For every packed linear: its kernel, and why those before it in the table declined."""

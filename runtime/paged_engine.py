@@ -7,25 +7,23 @@ What requests have in common is computed once, also from one call of `run` to th
 
 from __future__ import annotations
 
-import itertools
 import time
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..kernels.row_tiles import row_tiles
 from ..quantize.checkpoint.kv_config import KVStorage
+from .cuda_recorder import cuda_graphs
 from .engine import EngineStats
 from .eviction import Eviction, Evictor
+from .flight import Flight, can_wait, is_over, may_plan_ahead
+from .graphs import DecodeGraphs, decline_graphs
 from .invariance import check_invariance
 from .kv_pools import PagedKV, blocks_in, decline_paged, host_blocks_in
 from .loader import LoadedModel
 from .metrics import EngineMetrics
 from .models.choice import decline_model, make_decoder
+from .models.decoder import Decoder
 from .request import Request
 from .sampling.beams import BeamRequest
-from .sampling.logprobs import add_prompt_logprobs
 from .scheduling.config import BLOCK_SIZE, Batching, KVKind, Policy, SchedulerConfig
 from .scheduling.plan import StepPlan
 from .scheduling.scheduler import Scheduler
@@ -34,10 +32,8 @@ from .scheduling.stats import SchedulerStats
 from .speculation.draft_model import DraftModel
 from .speculation.proposer import Proposer
 from .speculation.speculator import Speculator
-from .step_inputs import step_inputs
-from .step_results import Asked, Live, StepResults
-
-HEAD_ROWS = 256  # of a prompt's hidden states whose logits are in memory at once
+from .step_results import Live, StepResults, asked_of
+from .step_runner import StepRunner
 
 
 class EngineLimits(NamedTuple):
@@ -46,7 +42,9 @@ class EngineLimits(NamedTuple):
     as `max_num_seqs` requests of the longest kind fill. batching: see SchedulerConfig. proposer: of
     tokens to verify, see runtime/speculation. swap_memory: bytes of host memory for blocks of
     requests that have to give up theirs; 0: they are computed again. eviction: of keys and
-    values that a sequence has too many of. policy: see SchedulerConfig."""
+    values that a sequence has too many of. policy: see SchedulerConfig. cuda_graphs: replay steps
+    that decode, see runtime/graphs.py. async_scheduling: plan a step before the tokens of the one
+    before are read, see runtime/flight.py; not with a proposer or eviction."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -58,6 +56,8 @@ class EngineLimits(NamedTuple):
     swap_memory: int = 0
     eviction: Eviction | None = None
     policy: Policy = "fcfs"
+    cuda_graphs: bool = False
+    async_scheduling: bool = False
 
 
 def decline_engine(loaded: LoadedModel, kv: KVStorage | None) -> str | None:
@@ -101,6 +101,14 @@ class PagedEngine:
         self._evictor = Evictor(limits.eviction, self._scheduler) if limits.eviction else None
         self._live: dict[str, Live] = {}
         self._results = StepResults(self._scheduler, loaded.dtype, self._kv.wipe, self._speculator)
+        self._runner = StepRunner(
+            decoder, self._kv, loaded.device, invariant, self._evictor, self._captured()
+        )
+        self._overlaps = (
+            limits.async_scheduling and self._speculator is None and self._evictor is None
+        )
+        self._flight: Flight | None = None  # whose tokens have not been read
+        self._landed = 0.0  # when the last ones were
 
     def _allocate(self, proposer: Proposer | None) -> tuple[int, int]:
         """Blocks of each pool that hold tokens, on the device and on the host; a draft model has as
@@ -114,6 +122,30 @@ class PagedEngine:
         if isinstance(proposer, DraftModel):
             proposer.allocate(blocks)
         return blocks, host_blocks
+
+    @property
+    def graphs_declined(self) -> str | None:
+        """None, or why no step of this engine can be replayed."""
+        watched = self.limits.eviction is not None
+        return decline_graphs(self._decoder, self.loaded.device, watched)
+
+    def _captured(self) -> DecodeGraphs | None:
+        """Graphs of decode steps; None where they are not wanted, or cannot be."""
+        limits, decoder, device = self.limits, self._decoder, self.loaded.device
+        if not limits.cuda_graphs or self.graphs_declined is not None:
+            return None
+        assert isinstance(decoder, Decoder)
+        most, longest = limits.max_num_seqs, limits.max_model_len
+        invariant = self.loaded.batch_invariant
+        return cuda_graphs(decoder, self._kv.pools, most, longest, device, invariant)
+
+    @property
+    def decode_graphs(self) -> str:
+        """How decode steps are launched, in words."""
+        if not self.limits.cuda_graphs:
+            return "no CUDA graphs: they were not asked for"
+        graphs = self._runner.graphs
+        return f"no CUDA graphs: {self.graphs_declined}" if graphs is None else graphs.describe()
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
@@ -131,7 +163,7 @@ class PagedEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._flight is not None or self._scheduler.has_work
 
     def metrics(self) -> EngineMetrics:
         told = self._scheduler.stats()
@@ -169,27 +201,64 @@ class PagedEngine:
             self._scheduler.cancel(request_id)
 
     def step(self) -> list[Request | BeamRequest]:
-        """Plan and run one step; the requests that something has come of."""
+        """Plan and run one step; the requests that something has come of. Where steps overlap, what
+        comes of this one is told by the next."""
+        with self._decoder.threads(self._kv.pools):
+            return self._step()
+
+    def _step(self) -> list[Request | BeamRequest]:
+        told: list[Request | BeamRequest] = []
+        before, self._flight = self._flight, None
+        if before is not None and not may_plan_ahead(before.plan, self._scheduler):
+            told += self._land(before)
+            before = None
+        flight = self._launch(before)
+        if before is not None:
+            told += self._land(before)
+        if flight is None:
+            return told
+        if self._overlaps and self._live and can_wait(flight.plan, flight.lives):
+            self._flight = flight
+        else:
+            told += self._land(flight)
+        return told
+
+    def _launch(self, before: Flight | None) -> Flight | None:
+        """Plan a step and have the device run it; None where there is nothing to do. before: the
+        step whose tokens have not been read."""
         started = time.perf_counter()
         if self._speculator is not None:
             self._speculator.propose(self._scheduler, self._live.__getitem__)
         plan = self._scheduler.plan()
         if not plan.runs:
-            return []
+            return None
         lives = [self._live[run.sequence.request.request_id] for run in plan.runs]
-        asked = _asked(plan, lives)
-        with self._decoder.threads(self._kv.pools):
-            with row_tiles(self.loaded.batch_invariant):
-                logits, broken = self._logits(plan, lives)  # K, V are stored even where nobody asks
-            drawn = self._results.advance(plan, asked, logits, broken)
+        unread = None if before is None else before.unread
+        ran = self._runner.run(plan, lives, unread)
+        asked = asked_of(plan, lives)
+        drawing = self._results.draw(asked, ran.logits, [] if ran.finite is None else [ran.finite])
+        return Flight(plan, lives, asked, ran, drawing, started)
+
+    def _land(self, flight: Flight) -> list[Request | BeamRequest]:
+        """Wait for what comes of a step and tell it; the requests that something has come of."""
+        plan, lives, asked, ran, drawing, started = flight
+        picked, also = drawing.read()
+        over = [is_over(run.sequence) for run in plan.runs]  # by what was read since it was planned
+        broken = self._runner.tell_prompts(ran, also[0]) if also else []
+        drawn = self._results.advance(plan, asked, ran.logits, drawing, picked, broken)
         if self._evictor is not None:
             self._evictor.evict(plan)
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds, self._landed = now - max(started, self._landed), now
         self.stats.output_tokens += sum(drawn)
-        self._count(plan, lives, drawn, started, seconds)
+        self._count(plan, lives, drawn, over, started, seconds)
         if self._speculator is not None:
             self._speculator.record(plan, seconds, sum(drawn))
-        told = dict.fromkeys(live.request for live in [*(a.live for a in asked), *broken])
+        told = dict.fromkeys(
+            live.request
+            for live in [*(a.live for a in asked), *broken]
+            if self._live.get(live.request.request_id) is live
+        )
         for request in told:
             if request.finished:
                 self._live.pop(request.request_id, None)
@@ -197,65 +266,17 @@ class PagedEngine:
             self._scheduler.roster.free_leaving()
         return list(told)
 
-    @torch.inference_mode()
-    def _logits(self, plan: StepPlan, lives: list[Live]) -> tuple[Tensor, list[Live]]:
-        """[rows, vocabulary] after the last tokens of each run, as many as it is asked for; and
-        whose prompts are broken. Prompts' own logits are told to the requests that want them.
-
-        A key or value that is not finite makes its token's hidden state so. Seen in the step that
-        stores it, it is wiped before another request can get its block.
-        """
-        self._kv.copy(plan.copies)
-        tables = zip(*(run.block_tables for run in plan.runs), strict=True)
-        evicted = zip(*(run.sequence.table.evicted for run in plan.runs), strict=True)
-        query_lens = [run.end - run.start for run in plan.runs]
-        step = step_inputs(
-            plan.token_ids, plan.positions, plan.slots, query_lens,
-            [run.end for run in plan.runs], tables, self.loaded.device, list(evicted),
-            self.loaded.batch_invariant,
-        )  # fmt: skip
-        batches = step.batches
-        if self._evictor is not None:
-            batches = self._evictor.watch(plan, batches)
-        ends = list(itertools.accumulate(query_lens))
-        rows = [
-            row for end, run in zip(ends, plan.runs, strict=True)
-            for row in range(end - run.num_logits, end)
-        ]  # fmt: skip
-        asked = len(rows)
-        parts = [
-            (run, live, end)
-            for run, live, end in zip(plan.runs, lives, ends, strict=True)
-            if run.end - run.start > run.num_logits or _wants_logits(live.request)
-        ]
-        rows += [row for run, _, end in parts for row in range(end - run.end + run.start, end)]
-        at = torch.tensor(rows, dtype=torch.int64, device=self.loaded.device)
-        hidden = self._decoder(step.token_ids, self._kv.pools, batches, step.new, at)
-        finite = torch.isfinite(hidden[asked:]).all(dim=-1).tolist() if parts else []
-        broken, begin = [], 0
-        for run, live, _ in parts:
-            end = begin + run.end - run.start
-            if not all(finite[begin:end]):
-                broken.append(live)
-            elif _wants_logits(live.request):
-                self._tell(live.request, run.start, hidden[asked + begin : asked + end])
-            begin = end
-        return self._decoder.logits(hidden[:asked]), broken
-
-    def _tell(self, request: Request, start: int, hidden: Tensor) -> None:
-        """The logprobs of the tokens after position `start`, from the hidden states there on."""
-        for first in range(0, len(hidden), HEAD_ROWS):
-            logits = self._decoder.logits(hidden[first : first + HEAD_ROWS])
-            add_prompt_logprobs(request, start + first, logits)
-
     def _count(
-        self, plan: StepPlan, lives: list[Live], drawn: list[int], started: float, seconds: float
-    ) -> None:
+        self, plan: StepPlan, lives: list[Live], drawn: list[int], over: list[bool], started: float,
+        seconds: float,
+    ) -> None:  # fmt: skip
         """Share the step's seconds out: what prompts took by their tokens, the rest is decoding.
-        drawn: tokens that came of each run."""
+        drawn: tokens that came of each run; over: of those, none were wanted."""
         each = seconds / len(plan.token_ids)
         counted: dict[int, tuple[Live, bool]] = {}
-        for run, live, new in zip(plan.runs, lives, drawn, strict=True):
+        for run, live, new, unwanted in zip(plan.runs, lives, drawn, over, strict=True):
+            if unwanted:
+                continue
             tokens = run.end - run.start
             decodes = run.start >= len(live.request.prompt_token_ids)
             counted[id(live.state)] = live, decodes
@@ -273,18 +294,3 @@ class PagedEngine:
                 request.decode_seconds += seconds
             else:
                 request.prefill_seconds += seconds
-
-
-def _asked(plan: StepPlan, lives: list[Live]) -> list[Asked]:
-    """The runs of a plan that logits are computed for."""
-    asked, first = [], 0
-    for run, live in zip(plan.runs, lives, strict=True):
-        if run.num_logits:
-            asked.append(Asked(run, live, first))
-            first += run.num_logits
-    return asked
-
-
-def _wants_logits(request: Request | BeamRequest) -> TypeGuard[Request]:
-    """Of its prompt, too."""
-    return isinstance(request, Request) and request.wants_prompt_logprobs

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ from .engine import fail_not_finite
 from .request import Continuation, Request
 from .sampling.beams import BeamRequest
 from .sampling.logprobs import TokenLogprobs
-from .sampling.picker import NOT_FINITE, Picked, Proposed, Rows, pick
+from .sampling.picker import NOT_FINITE, Drawn, Picked, Proposed, Rows, draw_tokens
 from .scheduling.block_allocator import NULL_BLOCK
-from .scheduling.plan import SequenceRun, StepPlan
+from .scheduling.plan import UNKNOWN_TOKEN, SequenceRun, StepPlan
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import RequestState, Sequence
 from .speculation.proposer import Verified
+from .transfers import on_device
 
 if TYPE_CHECKING:
     from .speculation.speculator import Speculator
@@ -46,14 +48,41 @@ class Asked(NamedTuple):
     first: int
 
 
+def asked_of(plan: StepPlan, lives: list[Live]) -> list[Asked]:
+    """The runs of a plan that logits are computed for."""
+    asked, first = [], 0
+    for run, live in zip(plan.runs, lives, strict=True):
+        if run.num_logits:
+            asked.append(Asked(run, live, first))
+            first += run.num_logits
+    return asked
+
+
 class Draw(NamedTuple):
     """A token to draw from a row of logits. ahead: proposed tokens between the continuation's last
-    one and this."""
+    one and this. pending: tokens before those that are drawn and not read yet."""
 
     row: int
     run: SequenceRun
     continuation: Continuation
     ahead: list[int]
+    pending: int = 0
+
+
+class Drawing(NamedTuple):
+    """What is drawn in a step: `drawn` has a token for each of `draws`."""
+
+    draws: list[Draw]
+    drawn: Drawn
+
+    @property
+    def rows(self) -> dict[Sequence, int]:
+        """The place of each sequence's token among those that are drawn."""
+        return {draw.run.sequence: row for row, draw in enumerate(self.draws)}
+
+    def read(self) -> tuple[Picked, list[list[Any]]]:
+        """See Drawn."""
+        return self.drawn.read()
 
 
 class StepResults:
@@ -71,17 +100,32 @@ class StepResults:
         self._speculator = speculator
         self._rows: Rows | None = None
 
-    def advance(
-        self, plan: StepPlan, asked: list[Asked], logits: Tensor, broken: list[Live]
-    ) -> list[int]:
-        """Draw, and tell the scheduler and the requests; how many tokens came of each run.
+    def draw(self, asked: list[Asked], logits: Tensor, also: Seq[Tensor] = ()) -> Drawing:
+        """Draw from logits [rows, vocabulary], after the last tokens of these runs of a plan; the
+        host does not wait. also: what is to be read with the tokens."""
+        draws = [draw for each in asked for draw in _draws(each)]
+        if not draws:
+            return Drawing(draws, Drawn(None, None, None, also))
+        continuations = [draw.continuation for draw in draws]
+        if self._rows is None or self._rows.continuations != continuations:
+            self._rows = Rows(continuations, logits.shape[1], logits.device)
+        rows = [draw.row for draw in draws]
+        if rows != list(range(len(logits))):
+            logits = logits[on_device(rows, torch.int64, logits.device)]
+        proposed = self._proposed(draws, logits.device)
+        return Drawing(draws, draw_tokens(logits, self._rows, proposed, also))
 
-        logits: [rows, vocabulary], after the last tokens of these runs of `plan`. broken: whose
-        prompts were found to be not finite.
+    def advance(
+        self, plan: StepPlan, asked: list[Asked], logits: Tensor, drawing: Drawing, picked: Picked,
+        broken: list[Live],
+    ) -> list[int]:  # fmt: skip
+        """Tell the scheduler and the requests what was picked; how many tokens came of each run.
+
+        drawing: of `draw`, picked: what was read of it. broken: whose prompts were found to be not
+        finite.
         """
         broken = list(broken)
-        draws = [draw for each in asked for draw in _draws(each)]
-        tokens, told = self._pick(draws, logits)
+        draws, (tokens, told) = drawing.draws, picked
         lives = {id(each.run): each.live for each in asked}
         broken += [lives[id(d.run)] for d, t in zip(draws, tokens, strict=True) if t == NOT_FINITE]
         choices = self._choose(asked, logits, broken)
@@ -97,20 +141,14 @@ class StepResults:
         beams = Counter(id(beam) for _, chosen in choices for beam, _ in chosen)
         return [len(new.get(id(r), ())) or beams[id(r.sequence)] for r in plan.runs]
 
-    def _pick(self, draws: list[Draw], logits: Tensor) -> Picked:
-        if not draws:
-            return Picked([], [])
-        continuations = [draw.continuation for draw in draws]
-        if self._rows is None or self._rows.continuations != continuations:
-            self._rows = Rows(continuations, logits.shape[1], logits.device)
-        rows = [draw.row for draw in draws]
-        drawn_from = logits if rows == list(range(len(logits))) else logits[rows]
-        return pick(drawn_from, self._rows, self._proposed(draws, logits.device))
-
     def _proposed(self, draws: list[Draw], device: torch.device) -> Proposed | None:
-        """What the draws have to do with proposals, None where there are none."""
-        if self._speculator is None or not any(draw.ahead for draw in draws):
+        """What the draws have to do with proposals, and with tokens that nobody has read; None
+        where there are neither."""
+        ahead = [[UNKNOWN_TOKEN] * draw.pending + draw.ahead for draw in draws]
+        if not any(ahead):
             return None
+        if self._speculator is None:
+            return Proposed(ahead)
         rows: list[int] = []
         tokens: list[int] = []
         probs: list[Tensor] = []
@@ -120,10 +158,9 @@ class StepResults:
                 rows.append(row)
                 tokens.append(proposal.tokens[place])
                 probs.append(proposal.probs[place])
-        ahead = [draw.ahead for draw in draws]
         if not rows:
             return Proposed(ahead)
-        at, drawn = (torch.tensor(values, device=device) for values in (rows, tokens))
+        at, drawn = (on_device(values, torch.int64, device) for values in (rows, tokens))
         return Proposed(ahead, at, drawn, torch.stack(probs))
 
     def _finish(self, live: Live) -> None:
@@ -145,7 +182,8 @@ class StepResults:
         for request, live in lives.items():
             assert isinstance(request, BeamRequest)
             beams = live.state.sequences
-            chosen = request.choose(logits[[row_of[beam] for beam in beams]])
+            rows = on_device([row_of[beam] for beam in beams], torch.int64, logits.device)
+            chosen = request.choose(logits[rows])
             if chosen is None:
                 broken.append(live)
             else:
@@ -179,8 +217,10 @@ def _draws(asked: Asked) -> list[Draw]:
     if run.num_draws > 1:
         return [Draw(row, run, continuation, []) for continuation in request.continuations]
     continuation = request.continuations[state.sequences.index(run.sequence)]
-    proposed = run.sequence.proposed[: run.num_proposed].tolist()
-    return [Draw(row + n, run, continuation, proposed[:n]) for n in range(run.num_logits)]
+    sequence = run.sequence
+    proposed = sequence.proposed[: run.num_proposed].tolist()
+    pending = run.end - run.num_proposed - len(sequence.tokens)
+    return [Draw(row + n, run, continuation, proposed[:n], pending) for n in range(run.num_logits)]
 
 
 def _take(
@@ -189,7 +229,8 @@ def _take(
     """Give continuations their tokens, as far as what was proposed before each has come; by the
     run's id, those that it gave."""
     new: dict[int, list[int]] = {}
-    for (_, run, continuation, ahead), token, entry in zip(draws, tokens, told, strict=True):
+    for draw, token, entry in zip(draws, tokens, told, strict=True):
+        _, run, continuation, ahead, _ = draw
         taken = new.setdefault(id(run), [])
         if continuation.finish_reason is None and (not ahead or ahead == taken):
             continuation.append(token, entry)

@@ -79,21 +79,27 @@ class Incoming:
         self._arrived: torch.cuda.Event | None = None
         if not tensors or tensors[0].device.type != "cuda":
             return
-        layout = Layout([Part(tuple(t.shape), t.dtype) for t in tensors])
-        packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=tensors[0].device)
-        for place, tensor in zip(layout.views(packed), tensors, strict=True):
-            place.copy_(tensor)
+        layout, packed = pack(tensors)
         memory = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=True)
         memory.copy_(packed, non_blocking=True)
         self._tensors = layout.views(memory)
         self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self) -> list[list[Any]]:
         """The numbers of each tensor. This is where the host waits for the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [tensor.tolist() for tensor in self._tensors]
+
+
+def pack(tensors: Sequence[Tensor]) -> tuple[Layout, Tensor]:
+    """Tensors of one device as uint8 [layout.nbytes] there, one after the other."""
+    layout = Layout([Part(tuple(t.shape), t.dtype) for t in tensors])
+    packed = torch.empty(layout.nbytes, dtype=torch.uint8, device=tensors[0].device)
+    for place, tensor in zip(layout.views(packed), tensors, strict=True):
+        place.copy_(tensor)
+    return layout, packed
 
 
 def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -103,6 +109,6 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`, without waiting for it."""
-    if device.type != "cuda":
+    if device.type != "cuda" or tensor.numel() == 0:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

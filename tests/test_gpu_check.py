@@ -11,7 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lowbit.evals import gpu_check, gpu_speed_attention, gpu_speed_linear
+from lowbit.evals import (
+    gpu_check,
+    gpu_decode,
+    gpu_speed_attention,
+    gpu_speed_decode,
+    gpu_speed_linear,
+)
 from lowbit.evals.gpu_check import Report, table
 from lowbit.evals.gpu_speed import Ceilings, Speed, each
 from lowbit.evals.gpu_timer import copies_needed
@@ -19,6 +25,9 @@ from lowbit.evals.gpu_worker import checked_faults
 from lowbit.evals.gpu_workers import Worker, do_all
 from lowbit.kernels.cases import all_cases
 from lowbit.kernels.cases.case import Case
+from transformers import LlamaConfig
+
+from .test_graphs import Again
 
 CEILINGS = Ceilings(4e12, 7e14)
 FACTS = {"device": "NVIDIA H200", "torch": "2.13.0", "triton": "3.7.1", "seed": 0}
@@ -201,7 +210,9 @@ def test_the_whole_check_in_order(monkeypatch):
     report = Report(FACTS, None)
     gpu_check.run(report, [Worker(), Worker()], 60.0, "sm_90")
     kinds = [kind for kind, _ in asked]
-    named = [*gpu_speed_linear.names(), *gpu_speed_attention.names()]
+    named = [
+        *gpu_speed_linear.names(), *gpu_speed_attention.names(), *gpu_speed_decode.names()
+    ]  # fmt: skip
     assert kinds[0] == "ceilings" and kinds[-len(named) :] == ["speed"] * len(named)
     assert [speed["what"] for speed in report.data["speeds"]] == named
     on_hopper = [c.name for c in all_cases("real") if not c.targets or "sm_90" in c.targets]
@@ -228,4 +239,25 @@ def test_each_kind_of_speed_gets_its_share_of_the_time(monkeypatch):
         gpu_check, "importlib", SimpleNamespace(import_module=lambda name, package: many)
     )
     gpu_check.run(Report(FACTS, None), [Worker()], 20.0, "sm_90")
-    assert [kinds.count(module) - 99 for module in gpu_check.SPEEDS] == [11, 10]
+    assert [kinds.count(module) - 99 for module in gpu_check.SPEEDS] == [7, 7, 7]
+
+
+def test_without_transformers_no_decode_step_is_measured(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert gpu_speed_decode.names() == []
+
+
+def test_decode_steps_and_engines_are_compared_before_they_are_timed(monkeypatch):
+    """On a CPU, with a recorder that calls functions again."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    steps = gpu_decode.DecodeSteps(config, 8, 40, torch.device("cpu"), torch.float32, Again())
+    speed = steps.speed("decode", 3)
+    assert speed.size == 3 and speed.ours > 0 and speed.theirs > 0
+    monkeypatch.setattr(steps, "_eager", lambda numbers: 1.1 * steps._replayed(numbers))
+    with pytest.raises(RuntimeError, match="replayed logits differ by"):
+        steps.speed("decode", 3)
+    told = [speed.what for speed in gpu_decode.engine_speeds("cpu")]
+    assert told == ["engine, graphs", "engine, planned ahead", "engine, graphs and planned ahead"]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowbit.kernels.errors import UserError
-from lowbit.runtime import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from lowbit.runtime import BeamSearchParams, SamplingParams, StructuredOutputsParams, sampler
 from lowbit.runtime.sampler import (
     draw,
     keep_min_p,
@@ -80,6 +80,16 @@ def test_top_p_keeps_the_fewest_that_reach_the_mass(seed, vocabulary, top_p, tie
     if not alive.all():
         assert smallest >= probs[0][~alive].max()
     assert kept[0].sum().item() == pytest.approx(1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, top_p=st.floats(0.01, 1), ties=st.booleans())
+def test_top_p_keeps_the_same_where_the_whole_row_is_sorted(seed, top_p, ties):
+    probs, given_p = random_probs(seed, 3, 300, ties), torch.full((3,), top_p).double()
+    kept = keep_top_p(probs, given_p)
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU
+        patch.setattr(sampler, "_falling", lambda p, _: p.sort(dim=-1, descending=True).values)
+        assert torch.equal(keep_top_p(probs, given_p), kept)
 
 
 @settings(deadline=None, max_examples=60)

@@ -30,4 +30,14 @@ LinearKernel = Annotated[
         help="The kernel of all packed linears, such as w4a8_cpu; --verbose names those taken.",
     ),
 ]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        help="On a GPU, launch decode steps as CUDA graphs: faster, for some memory and a slower"
+        " start.",
+    ),
+]
+AsyncScheduling = Annotated[
+    bool, typer.Option(help="On a GPU, plan a step while the one before runs.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, nothing else.")]

@@ -13,6 +13,7 @@ from .common import model_path, print_json, say
 from .common_options import (
     AsJson,
     BatchInvariant,
+    CudaGraphs,
     Device,
     Dtype,
     LinearKernel,
@@ -68,6 +69,7 @@ def generate(
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
     linear_kernel: LinearKernel = None,
+    cuda_graphs: CudaGraphs = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
     ] = False,
@@ -86,7 +88,7 @@ def generate(
     guesser = guesser_of(speculate)
     llm = LLM(
         model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser,
-        batch_invariant=batch_invariant, linear_kernel=linear_kernel,
+        batch_invariant=batch_invariant, linear_kernel=linear_kernel, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     for warning in llm.warnings:
         say(warning)
@@ -163,6 +165,8 @@ def _describe(llm: LLM) -> str:
     lines = [f"{type(llm.model).__name__} on {llm.device} in {str(llm.dtype)[6:]}"]
     why = f" (the paged one {llm.engine_declined})" if llm.engine_declined else ""
     lines.append(f"  {llm.engine} engine{why}, KV cache: {llm.kv_cache}")
+    if llm.device.type == "cuda":
+        lines.append(f"  decode: {llm.decode_graphs}")
     kinds: dict[str, list[int]] = {}
     for report in llm.linear_report():
         p = report.problem

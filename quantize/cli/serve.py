@@ -18,7 +18,16 @@ from .cache_options import (
     check_cache,
 )
 from .common import model_path
-from .common_options import BatchInvariant, Device, Dtype, LinearKernel, ServedModel, Speculate
+from .common_options import (
+    AsyncScheduling,
+    BatchInvariant,
+    CudaGraphs,
+    Device,
+    Dtype,
+    LinearKernel,
+    ServedModel,
+    Speculate,
+)
 from .generate import guesser_of
 from .replica_options import RayAddress, Replicas, check_replicas, run_server
 from .tracing_option import TracesEndpoint, check_endpoint
@@ -84,6 +93,8 @@ def serve(
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
     linear_kernel: LinearKernel = None,
+    cuda_graphs: CudaGraphs = True,
+    async_scheduling: AsyncScheduling = True,
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -193,7 +204,8 @@ def serve(
             kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_bytes,
             enable_prefix_caching=prefix_caching, speculate=guesser,
             batch_invariant=batch_invariant, gpu_memory_utilization=gpu_memory_utilization,
-            scheduling_policy=policy, linear_kernel=linear_kernel,
+            scheduling_policy=policy, linear_kernel=linear_kernel, cuda_graphs=cuda_graphs,
+            async_scheduling=async_scheduling,
         )  # fmt: skip
 
     run_server(

@@ -36,15 +36,20 @@ def penalize_(
     host, as the device cannot tell how many differ without being waited for. presence, frequency,
     repetition: float32 [rows]; 0, 0 and 1 change nothing.
     """
-    vocabulary, flat, device = logits.shape[1], logits.view(-1), logits.device
-    seen = moved(torch.cat([prompt, output]).unique(), device)
+    vocabulary, flat = logits.shape[1], logits.view(-1)
+    seen, drawn, counts = (moved(part, logits.device) for part in _distinct(prompt, output))
     by = repetition[seen // vocabulary]
     values = flat[seen]
     flat[seen] = torch.where(values > 0, values / by, values * by)
-    drawn, counts = (moved(part, device) for part in output.unique(return_counts=True))
     rows = drawn // vocabulary
     flat[drawn] -= frequency[rows] * counts + presence[rows]
     return logits
+
+
+def _distinct(prompt: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Places of both, each once; places of the output, and how often each stands there."""
+    drawn, counts = output.unique(return_counts=True)
+    return torch.cat([prompt, output]).unique(), drawn, counts
 
 
 def allow_(logits: Tensor, rows: Tensor, bitmask: Tensor) -> Tensor:

@@ -145,8 +145,7 @@ class Rows:
         return moved(at, self.device), on_device(values, torch.float32, self.device)
 
     def _places(self, rows_and_ids: Iterable[tuple[int, Sequence[int]]]) -> Tensor:
-        """Of (row, token ids): int64 of the host, where these tokens lie in the flattened logits.
-        """
+        """Of (row, token ids): int64 of the host, where these lie in the flattened logits."""
         parts = [
             torch.tensor(ids, dtype=torch.int64) + row * self.vocabulary
             for row, ids in rows_and_ids
