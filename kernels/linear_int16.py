@@ -6,8 +6,8 @@ token: 2^-16 of the group's largest at most is lost, less than where inputs are 
 group are exact, their sum over groups is in float32, always in the same order: a row has the same
 bits in every batch. Codes of 2 and 3 bits are kept in 4 (kernels/tape has the layout).
 
-Inputs that a scheme quantizes to 8 bits a token are those whole numbers in a tape; elsewhere, and in
-other formats, they come fake-quantized and are rounded as all are.
+Inputs that a scheme quantizes to 8 bits a token are those whole numbers in a tape; elsewhere, and
+in other formats, they come fake-quantized and are rounded as all are.
 """
 
 from __future__ import annotations

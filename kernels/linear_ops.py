@@ -108,9 +108,9 @@ def linear_kernels() -> tuple[LinearKernel, ...]:
     from .linear_dense import DENSE
     from .linear_dequant import DEQUANT
     from .linear_fp4 import FP4
-    from .linear_int16 import INT16_CPU
     from .linear_int4 import INT4PACK_CPU
     from .linear_int8 import INT8PACK_CPU
+    from .linear_int16 import INT16_CPU
     from .linear_w4a8 import W4A8_CPU
     from .linear_w8a8 import W8A8_CPU
     from .linear_wna16 import WNA16

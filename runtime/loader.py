@@ -16,8 +16,8 @@ from ..kernels.errors import UserError
 from ..quantize.checkpoint.kv_config import KVStorage, read_kv_storage
 from ..quantize.checkpoint.load import Checkpoint
 from .fill import Filler
-from .models.families import takes_tape
 from .linear import LinearReport
+from .models.families import takes_tape
 from .placement import resolve_dtype
 
 
@@ -57,9 +57,7 @@ def load(
     stored = _stored_dtype(checkpoint, config)
     model = checkpoint.model_on_meta(config, stored)
     problems = list(Filler(checkpoint, model).problems(resolved_device))
-    resolved_dtype = resolve_dtype(
-        dtype, resolved_device, stored, problems, takes_tape(config)
-    )
+    resolved_dtype = resolve_dtype(dtype, resolved_device, stored, problems, takes_tape(config))
     if resolved_dtype != stored:  # buffers may depend on it
         model = checkpoint.model_on_meta(config, resolved_dtype)
     linears = Filler(checkpoint, model, batch_invariant).fill(

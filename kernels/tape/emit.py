@@ -66,9 +66,7 @@ def call(b: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
     """The intrinsic or C function `name`."""
     function = b.module.globals.get(name)
     if function is None:
-        function = ir.Function(
-            b.module, ir.FunctionType(result, [a.type for a in args]), name
-        )
+        function = ir.Function(b.module, ir.FunctionType(result, [a.type for a in args]), name)
     return b.call(function, args)
 
 

@@ -23,7 +23,6 @@ from .memory import float_of, int64s, next_job, wait_for_all
 from .ops import attend_rows, gate_quantize, gate_rows, norm_quantize, norm_rows, store_rows
 from .products import OPTIONS, float_linear, packed_linear, quantize_rows
 from .team import Walker, team, team_size
-from .tiles import size_of
 
 MOST_REGISTERS = 1 << 10
 WIDTH = 18  # operands of an op at most, with its number
@@ -135,7 +134,8 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
             lengths, tables = r[k + KindRegister.LENGTHS], r[k + KindRegister.TABLES]
             if op == Op.STORE:
                 store(t, n, rows, r[Register.WIDE], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9],
-                      np.float32(float_of(p[10])), positions, slots, p[11], p[12], p[13])  # fmt: skip
+                      np.float32(float_of(p[10])), positions, slots, p[11], p[12],
+                      p[13])  # fmt: skip
             else:
                 attend(t, n, r[Register.SEQUENCES], r[Register.STARTS], lengths, tables,
                        r[k + KindRegister.TABLE_ROW], r[Register.WIDE], p[2], p[3], p[4], p[5],

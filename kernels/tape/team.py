@@ -8,14 +8,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from .memory import post
 
-LOOKS = 4000  # for a job before a thread sleeps: the first for some 50 microseconds, then others run
+LOOKS = (
+    4000  # for a job before a thread sleeps: the first for some 50 microseconds, then others run
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -201,7 +201,9 @@ class DecoderLayer:
         x, stream = _norm_of_sum(stream, update, mlp_norm)
         if self.mlp is None:
             return self._onto(stream, x, self._mixture, mlp_out)
-        return self._onto(stream, gated_mul(self.mlp.gate_up(x), self.mlp.gate), self.mlp.down, mlp_out)
+        return self._onto(
+            stream, gated_mul(self.mlp.gate_up(x), self.mlp.gate), self.mlp.down, mlp_out
+        )
 
     def _mixture(self, x: Tensor) -> Tensor:
         return self._experts(x.unsqueeze(0)).squeeze(0)

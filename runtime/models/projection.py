@@ -27,9 +27,7 @@ class PlainLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        problem = PlainProblem(
-            weight.dtype, weight.device.type, batch_invariant, self.in_features
-        )
+        problem = PlainProblem(weight.dtype, weight.device.type, batch_invariant, self.in_features)
         self.kernel = choose_plain(problem).candidate
         self.packed = self.kernel.pack(weight.detach())
         self.bias = bias

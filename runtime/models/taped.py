@@ -172,9 +172,7 @@ class _Script:
         gate = GATES[mlp.gate]
         if isinstance(mlp.down, PackedLinear):
             layout = self._quantized(mlp.down)
-            self.ops.append(
-                [self._op.GATE_QUANTIZE, inner, gate, *layout.inputs]
-            )
+            self.ops.append([self._op.GATE_QUANTIZE, inner, gate, *layout.inputs])
             self._product(mlp.down, None, *self._target(mlp_out, mlp.down, layer.multiplier))
         else:
             self._widen(register.INNER, inner)
@@ -184,7 +182,12 @@ class _Script:
         self._add(mlp_out, mlp.down, layer.multiplier)
 
     def _attention(self, layer: DecoderLayer, kind: int, pools: KVPools, heads: int) -> None:
-        dim, options, rotary, norm = layer.head_dim, layer.attend, layer.store.rotary, layer.store.norm
+        dim, options, rotary, norm = (
+            layer.head_dim,
+            layer.attend,
+            layer.store.rotary,
+            layer.store.norm,
+        )
         assert rotary is not None
         for wide, first, count in zip(
             layer.wide_norms or (), (0, layer.heads), (layer.heads, layer.kv_heads)
@@ -210,9 +213,7 @@ class _Script:
             self._bits(options.softcap or 0.0),
         ])  # fmt: skip
 
-    def _normed(
-        self, norm: Norm | None, linears: Sequence[Linear], out: int, out_row: int
-    ) -> None:
+    def _normed(self, norm: Norm | None, linears: Sequence[Linear], out: int, out_row: int) -> None:
         """The products of the stream's norm with linears, side by side."""
         register = self._register
         self._widen(out, out_row)
