@@ -1,10 +1,11 @@
 """Where a model runs and in which dtype, and what "auto" means for both.
 
 Device: CUDA or ROCm where there is one, else the CPU. Dtype on a GPU: that of the checkpoint. On a
-CPU: the checkpoint's 16 bits where the layers run as a tape (runtime/models/taped.py), which
-computes in float32 and reads floats as they are; else bfloat16 where a packed kernel can run (they compute in it), or where the CPU has bfloat16
-instructions and the checkpoint is of 16 bits (decode reads every weight once a token, so half the
-bytes is about half the time; float16 has no fast matrix product on a CPU); float32 otherwise.
+CPU: the checkpoint's 16 bits where the layers run as a tape (runtime/models/taped.py), which reads
+floats as they are and computes in float32; else bfloat16 where a packed kernel can run (they
+compute in it), or where the CPU has bfloat16 instructions and the checkpoint is of 16 bits (decode
+reads every weight once a token, so half the bytes is about half the time; float16 has no fast
+matrix product on a CPU); float32 otherwise.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ Weights of floats are multiplied in float32, eight channels of a row of W at a t
 attention's values likewise (`mixtures`). 16-bit floats become wide in registers.
 
 Layout of codes: 16 outputs lie side by side in words of 32 bits; a word has the codes of 32 / bits
-neighbouring columns, pair i of them in its lower and its upper 16 bits, bits * i from their low end.
+neighbouring columns, pair i of them in its lower and its upper 16 bits, bits * i from their low
+end.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def few_rows_tile(rows: int, bits: int, asymmetric: bool) -> Any:
     its zero-points, to the next."""
 
     def emit(b: Any, x: Any, row: Any, words: Any, columns: Any, groups: Any, sums: Any,
-             scales: Any, group_row: Any, scale: Any, zero: Any, step: Any, out: Any) -> None:  # fmt: skip
+             scales: Any, group_row: Any, scale: Any, zero: Any, step: Any,
+             out: Any) -> None:  # fmt: skip
         chains = 2 if rows < 3 else 1
 
         def group(g: Any, sofar: list[Any]) -> list[Any]:

@@ -182,16 +182,11 @@ class _Script:
         self._add(mlp_out, mlp.down, layer.multiplier)
 
     def _attention(self, layer: DecoderLayer, kind: int, pools: KVPools, heads: int) -> None:
-        dim, options, rotary, norm = (
-            layer.head_dim,
-            layer.attend,
-            layer.store.rotary,
-            layer.store.norm,
-        )
+        dim, options = layer.head_dim, layer.attend
+        rotary, norm = layer.store.rotary, layer.store.norm
         assert rotary is not None
-        for wide, first, count in zip(
-            layer.wide_norms or (), (0, layer.heads), (layer.heads, layer.kv_heads)
-        ):
+        parts = ((0, layer.heads), (layer.heads, layer.kv_heads))
+        for wide, (first, count) in zip(layer.wide_norms or (), parts, strict=False):
             self.ops.append([
                 self._op.NORM, self._register.WIDE, first * dim, heads * dim, count * dim,
                 self._float(wide.weight), self._bits(wide.eps),
