@@ -91,6 +91,24 @@ def total(b: Any, value: Any) -> Any:
     return b.extract_element(value, ir.Constant(I32, 0))
 
 
+def totals(b: Any, values: Sequence[Any]) -> Any:
+    """A vector of the sums of up to 8 vectors of 8 float32, each of neighbours, then of pairs of
+    them, then of halves (`vhaddps` twice): lane i is that of vector i."""
+    kind = values[0].type
+    level = [*values, *[ir.Constant(kind, [0.0] * 8)] * (8 - len(values))]
+
+    def both(first: Any, second: Any, lanes: Sequence[int]) -> Any:
+        return b.shuffle_vector(first, second, ir.Constant(vector(I32, 8), lanes))
+
+    even, odd = (0, 2, 8, 10, 4, 6, 12, 14), (1, 3, 9, 11, 5, 7, 13, 15)
+    for _ in range(2):
+        pairs = zip(level[::2], level[1::2], strict=True)
+        level = [b.fadd(both(x, y, even), both(x, y, odd)) for x, y in pairs]
+    low, high = range(4), range(4, 8)
+    shifted = [[*lanes, *(8 + lane for lane in lanes)] for lanes in (low, high)]
+    return b.fadd(*(both(*level, lanes) for lanes in shifted))
+
+
 def counted(
     b: Any, end: Any, step: int, carried: Sequence[Any],
     body: Callable[[Any, list[Any]], Sequence[Any]],

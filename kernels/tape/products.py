@@ -173,11 +173,12 @@ def put(values, first, rows, begin, outputs, bias, out, out_row, onto, factor): 
 
 
 @functools.cache
-def many_dots(dtype: str) -> Any:
+def many_dots(dtype: str, apart: bool = False) -> Any:
     """(rows, x, row, count, w, column, length, out, out row): products of `rows` rows of x with
-    `count` rows of w, see dots."""
-    dot11 = dots(1, 1, dtype)  # memory is read fastest one row after the other
-    dot21, dot22, dot31, dot32 = (dots(r, c, dtype) for r in (2, 3) for c in (1, 2))
+    `count` rows of w, see dots. apart: a lone row of x meets those of w one after the other, as
+    they are read fastest from memory."""
+    dot11, dot21, dot31 = (dots(r, 1, dtype) for r in (1, 2, 3))
+    dot14, dot24, dot34 = (dots(r, 4, dtype) for r in (1, 2, 3))
 
     @njit(**OPTIONS)
     def run(rows, x, row, count, w, column, length, out, out_row):  # type: ignore[no-untyped-def]
@@ -187,19 +188,22 @@ def many_dots(dtype: str) -> Any:
             while c < count:
                 args = (x + r * row, row, w + c * column, column, length,
                         out + r * out_row + c * 4, out_row)  # fmt: skip
-                pair = count - c >= 2 and tall > 1
-                if tall == 1:
-                    dot11(args)
-                elif tall == 3:
-                    if pair:
-                        dot32(args)
+                if count - c >= 4 and not (apart and rows == 1):
+                    if tall == 1:
+                        dot14(args)
+                    elif tall == 2:
+                        dot24(args)
+                    else:
+                        dot34(args)
+                    c += 4
+                else:
+                    if tall == 1:
+                        dot11(args)
+                    elif tall == 2:
+                        dot21(args)
                     else:
                         dot31(args)
-                elif pair:
-                    dot22(args)
-                else:
-                    dot21(args)
-                c += 2 if pair else 1
+                    c += 1
             r += tall
 
     return run
@@ -210,7 +214,7 @@ def float_linear(dtype: str) -> Any:
     """(thread, threads, rows, x, columns, weight, outputs, bias, out, out row, onto, factor): the
     product of float32 rows [rows, columns] with a weight [outputs, columns] of `dtype`; else as
     packed_linear."""
-    products, fetch = many_dots(dtype), fetch_line()
+    products, fetch = many_dots(dtype, apart=True), fetch_line()
     size = size_of(dtype)
 
     @njit(**OPTIONS)

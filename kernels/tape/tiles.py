@@ -39,6 +39,7 @@ from .emit import (
     splat,
     store,
     total,
+    totals,
     vector,
 )
 
@@ -203,36 +204,32 @@ def size_of(dtype: str) -> int:
 
 def dots(rows: int, columns: int, dtype: str) -> Any:
     """(x, row, w, column, length, out, out row): out[r, c] = the product of row r of x, float32,
-    `row` bytes apart, with row c of w, `dtype`, `column` bytes apart; length: a multiple of 8. The
-    order of a sum is the same for all numbers of rows and columns."""
+    `row` bytes apart, with row c of w, `dtype`, `column` bytes apart; length: a multiple of 8;
+    columns: 1 or 4. The order of a sum is the same for all numbers of rows and columns."""
 
     def emit(b: Any, x: Any, row: Any, w: Any, column: Any, length: Any, out: Any,
              out_row: Any) -> None:  # fmt: skip
         inputs = [b.add(x, b.mul(row, const(r))) for r in range(rows)]
         weights = [b.add(w, b.mul(column, const(c))) for c in range(columns)]
 
-        def along(first: Any, runs: int) -> Any:
-            def body(k: Any, sums: list[Any]) -> list[Any]:
-                for run in range(runs):
-                    at_k = b.add(first, b.add(k, const(8 * run)))
-                    wide = [_wide(b, at(b, a, at_k, size_of(dtype)), dtype, 8) for a in weights]
-                    for r, place in enumerate(inputs):
-                        values = load(b, at(b, place, at_k, 4), vector(F32, 8))
-                        for c in range(columns):
-                            i = (run * rows + r) * columns + c
-                            sums[i] = fma(b, values, wide[c], sums[i])
-                return sums
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            values = [load(b, at(b, place, k, 4), vector(F32, 8)) for place in inputs]
+            for c, place in enumerate(weights):
+                wide = _wide(b, at(b, place, k, size_of(dtype)), dtype, 8)
+                for r in range(rows):
+                    sums[r * columns + c] = fma(b, values[r], wide, sums[r * columns + c])
+            return sums
 
-            return body
-
-        count, whole = rows * columns, b.and_(length, const(-16))
-        zeros = [const_vector(F32, 8, 0.0)] * (2 * count)
-        halves = counted(b, whole, 16, zeros, along(const(0), 2))
-        halves = [b.fadd(*both) for both in zip(halves[:count], halves[count:], strict=True)]
-        rest = counted(b, b.sub(length, whole), 8, halves, along(whole, 1))
-        for i, done in enumerate(rest):
-            r, c = divmod(i, columns)
-            store(b, at(b, b.add(out, b.mul(out_row, const(r))), c, 4), total(b, done))
+        sums = counted(b, length, 8, [const_vector(F32, 8, 0.0)] * (rows * columns), body)
+        places = [b.add(out, b.mul(out_row, const(r))) for r in range(rows)]
+        if columns == 1:
+            for place, done in zip(places, sums, strict=True):
+                store(b, place, b.extract_element(totals(b, [done]), ir.Constant(I32, 0)))
+            return
+        for r in range(0, rows, 2):
+            done = totals(b, sums[r * columns : (r + 2) * columns])
+            for i, place in enumerate(places[r : r + 2]):
+                store(b, place, part(b, done, range(4 * i, 4 * i + 4)))
 
     return routine(7, emit)
 
