@@ -15,6 +15,7 @@ from lowbit.kernels.attention_ops import (
     paged_attention,
     paged_attention_reference,
 )
+from lowbit.kernels.compiled import decline_compiled
 from lowbit.kernels.errors import UserError
 from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, linear_kernels
 from lowbit.kernels.plain_linear import PlainProblem, choose_plain
@@ -53,10 +54,15 @@ def test_products_have_one_shape(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_of_a_plain_linear_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
-    weight, bias = torch.randn(200, 96).to(dtype), torch.randn(200).to(dtype)
-    kernel = choose_plain(PlainProblem(dtype, "cpu", batch_invariant=True)).candidate
-    check_rows(lambda x: kernel.run(x, kernel.pack(weight), bias), torch.randn(41, 96).to(dtype))
+@pytest.mark.parametrize("columns", [96, 100])
+def test_a_row_of_a_plain_linear_is_the_same_in_any_batch(columns: int, dtype: torch.dtype) -> None:
+    """Of widths that every kernel takes, and that only some do."""
+    weight, bias = torch.randn(200, columns).to(dtype), torch.randn(200).to(dtype)
+    problem = PlainProblem(dtype, "cpu", batch_invariant=True, in_features=columns)
+    kernel = choose_plain(problem).candidate
+    check_rows(
+        lambda x: kernel.run(x, kernel.pack(weight), bias), torch.randn(41, columns).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -64,7 +70,9 @@ def test_a_row_of_a_plain_linear_is_the_same_in_any_batch(dtype: torch.dtype) ->
 def test_a_row_of_a_packed_linear_is_the_same_in_any_batch(bits: int, dtype: torch.dtype) -> None:
     """By every kernel that takes the problem here."""
     group = 128 if bits == 8 else 32
-    problem = LinearProblem(bits, group, True, 128, 64, dtype, "cpu", batch_invariant=True)
+    problem = LinearProblem(
+        bits, group, True, 128, 64, dtype, "cpu", batch_invariant=True, taped=True
+    )
     limit = 1 << (bits - 1)
     codes = torch.randint(-limit, limit, (64, 128), dtype=torch.int8)
     operands = LinearOperands(codes, torch.rand(64, 128 // group) * 0.1 + 0.01)
@@ -76,6 +84,7 @@ def test_a_row_of_a_packed_linear_is_the_same_in_any_batch(bits: int, dtype: tor
             check_rows(run, torch.randn(141, 128).to(dtype))
             ran.append(kernel.name)
     assert "dequant" in ran and (bits, dtype) != (4, torch.bfloat16) or "int4pack_cpu" in ran
+    assert ("int16_cpu" in ran) == (decline_compiled() is None)
 
 
 def check_rows(run: Any, x: Tensor) -> None:

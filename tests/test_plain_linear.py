@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from lowbit.kernels import plain_linear
+from lowbit.kernels.compiled import decline_compiled
 from lowbit.kernels.plain_linear import (
+    COMPILED,
     PLAIN_KERNELS,
     TORCH,
     WIDE,
@@ -14,8 +16,8 @@ from lowbit.kernels.plain_linear import (
     product_dtype,
 )
 
-BFLOAT16 = PlainProblem(torch.bfloat16, "cpu")
-FLOAT32 = PlainProblem(torch.float32, "cpu")
+BFLOAT16 = PlainProblem(torch.bfloat16, "cpu", in_features=48)
+FLOAT32 = PlainProblem(torch.float32, "cpu", in_features=48)
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
 )
@@ -26,6 +28,7 @@ def an_old_amd(monkeypatch):
     """A CPU without AVX512."""
     for name in ("_has_bfloat16", "_has_avx512"):
         monkeypatch.setattr(plain_linear, name, lambda: False)
+    monkeypatch.setattr(plain_linear, "prefers_compiled", lambda: decline_compiled() is None)
     monkeypatch.setitem(plain_linear._HAS, torch.bfloat16, lambda: False)
     choose_plain.cache_clear()
     yield
@@ -42,9 +45,9 @@ def operands(dtype: torch.dtype, rows: tuple[int, ...], out: int = 70, columns: 
 @pytest.mark.parametrize("kernel", PLAIN_KERNELS, ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_is_the_product(kernel, dtype, rows, an_old_amd, monkeypatch):
-    if kernel not in (WIDE, TORCH):
+    if kernel not in (COMPILED, WIDE, TORCH):
         monkeypatch.undo()
-    if reason := kernel.decline(PlainProblem(dtype, "cpu")):
+    if reason := kernel.decline(PlainProblem(dtype, "cpu", in_features=48)):
         pytest.skip(reason)
     x, w, bias = operands(dtype, rows)
     for b in (None, bias):
@@ -73,8 +76,23 @@ def test_a_wide_product_is_that_of_float32_rounded_once(an_old_amd, monkeypatch)
 def test_what_a_cpu_without_avx512_gets(an_old_amd, monkeypatch):
     assert product_dtype(torch.bfloat16, "cpu") == torch.float32
     assert product_dtype(torch.bfloat16, "cuda") == torch.bfloat16
+    compiled = decline_compiled() is None
+    assert choose_plain(BFLOAT16).candidate is (COMPILED if compiled else WIDE)
+    assert choose_plain(FLOAT32).candidate is (COMPILED if compiled else TORCH)
+    odd = choose_plain(BFLOAT16._replace(in_features=44))
+    assert odd.candidate is WIDE and "multiple of 8 inputs, not 44" in odd.declined["compiled"]
+    monkeypatch.setattr(plain_linear, "prefers_compiled", lambda: False)
+    choose_plain.cache_clear()
     assert choose_plain(BFLOAT16).candidate is WIDE
     assert choose_plain(FLOAT32).candidate is TORCH
+
+
+@pytest.mark.skipif(decline_compiled() is not None, reason=str(decline_compiled()))
+def test_a_cpu_with_avx512_keeps_its_own_products(an_old_amd, monkeypatch):
+    monkeypatch.setattr(plain_linear, "prefers_compiled", lambda: False)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        reason = COMPILED.decline(PlainProblem(dtype, "cpu", in_features=48))
+        assert reason == "is not for a CPU with AVX512"
 
 
 def test_few_numbers_of_rows_are_met():

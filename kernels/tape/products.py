@@ -34,7 +34,8 @@ def quantize_group(x, codes, scales, sums, group):  # type: ignore[no-untyped-de
     """x float32 [columns] as codes int16 [columns] times a scale, and their sum, kept as number
     `group` of scales float32 and sums int32. What is not finite makes the scale not-a-number."""
     largest = _largest(x)
-    inverse = CODE_LIMIT / (largest if largest > LEAST else LEAST)
+    largest = LEAST if largest < LEAST else largest  # its inverse must not overflow
+    inverse = CODE_LIMIT / largest
     total = np.int32(0)
     for i in range(len(x)):
         code = np.int32(np.rint(x[i] * inverse))

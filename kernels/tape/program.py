@@ -190,10 +190,9 @@ class Tape:
         team(team_size()).run(self._walk, self._ops, registers)
 
 
-def _on_rows(x: Tensor, outputs: int, dtype: str, ops: Sequence[list[int]], columns: int,
-             group: int) -> Tensor:  # fmt: skip
-    """What ops make of x float32 [rows, in], taken as the stream, in WIDE: [rows, outputs]."""
-    rows, groups = len(x), columns // group
+def _on_rows(tape: Tape, x: Tensor, outputs: int, columns: int, group: int) -> Tensor:
+    """What a tape makes of x float32 [rows, in], taken as the stream, in WIDE: [rows, outputs]."""
+    rows, groups = x.shape[0], columns // group
     y = torch.empty(rows, outputs)
     codes = torch.empty(rows, columns, dtype=torch.int16)
     scales, sums = torch.empty(rows, groups), torch.empty(rows, groups, dtype=torch.int32)
@@ -204,7 +203,7 @@ def _on_rows(x: Tensor, outputs: int, dtype: str, ops: Sequence[list[int]], colu
         (Register.SCALES, scales), (Register.SUMS, sums),
     ):  # fmt: skip
         registers[register] = tensor.data_ptr()
-    Tape(dtype, ops).run(registers)
+    tape.run(registers)
     return y
 
 
@@ -214,16 +213,22 @@ def run_packed(x: Tensor, weight: Sequence[int]) -> Tensor:
     columns, group, outputs = weight[2], weight[3], weight[8]
     quantize = [Op.QUANTIZE, Register.STREAM, x.shape[1], columns, group, 0]
     product = [Op.PACKED, *weight, Register.WIDE, 0, outputs, 0, 0]
-    return _on_rows(x, outputs, "float32", [quantize, product], columns, group)
+    return _on_rows(Tape("float32", [quantize, product]), x, outputs, columns, group)
 
 
 def run_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x float32 [rows, in] times weight [out, in] of 16 or 32-bit floats: float32 [rows, out].
     bias: float32."""
     outputs, columns = weight.shape
-    product = [
-        Op.FLOAT, Register.STREAM, columns, weight.data_ptr(), outputs,
-        0 if bias is None else bias.data_ptr(), Register.WIDE, 0, outputs, 0, 0,
-    ]  # fmt: skip
+    address = 0 if bias is None else bias.data_ptr()
     dtype = str(weight.dtype).removeprefix("torch.")
-    return _on_rows(x, outputs, dtype, [product], 8, 8)
+    tape = _float_tape(dtype, columns, weight.data_ptr(), outputs, address)
+    return _on_rows(tape, x, outputs, 8, 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def _float_tape(dtype: str, columns: int, weight: int, outputs: int, bias: int) -> Tape:
+    product = [
+        Op.FLOAT, Register.STREAM, columns, weight, outputs, bias, Register.WIDE, 0, outputs, 0, 0
+    ]  # fmt: skip
+    return Tape(dtype, [product])

@@ -21,6 +21,7 @@ from ...kernels.errors import UserError
 from ...kernels.kv_store_ops import HeadNorm, NewTokens, StoreOptions, kv_store
 from ...kernels.norm_ops import Gate, gated_mul, rms_norm
 from ...kernels.paged_kv import BlockPool
+from ...kernels.plain_linear import COMPILED
 from ...kernels.rotary import Rotary
 from ..attending import attend_blocks
 from ..linear import own_threads
@@ -92,6 +93,8 @@ class Decoder:
         self.kinds = [self.windows.index(layer.sliding_window) for layer in self.layers]
         self._norm = Norm.of(base.norm, family.norm_offset)
         self._head = output_head(model, batch_invariant)
+        head = self._head
+        self._wide_head = isinstance(head, PlainLinear) and head.kernel is COMPILED
         self._logits_scale = 1 / getattr(config, "logits_scaling", 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._compiled = compiled
@@ -116,7 +119,8 @@ class Decoder:
             dtype = stream.dtype
             stream = tape(stream.float() if dtype != torch.float32 else stream, batches, new)
             stream = stream if rows is None else stream[rows]
-            return _norm_of_sum(stream, None, self._norm)[0].to(dtype)
+            hidden = _norm_of_sum(stream, None, self._norm)[0]
+            return hidden if self._wide_head else hidden.to(dtype)
         update: Tensor | None = None
         for layer, kind, pool in zip(self.layers, self.kinds, pools, strict=True):
             stream, update = layer(stream, update, pool, batches[kind], new[kind])
