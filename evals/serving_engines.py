@@ -30,19 +30,22 @@ class Engine(NamedTuple):
 
 
 def lowbit(model: str, threads: int, option: str) -> Engine:
-    """Ours; option: linear_kernel, where one is named."""
+    """Ours; option: "head8" for an output head of 8 bits, else the name of a linear_kernel."""
     import torch
     from lowbit.runtime import LLM, SamplingParams
 
     torch.set_num_threads(threads)
-    llm = LLM(model, linear_kernel=option or None, enable_prefix_caching=False)
+    head_bits = 8 if option == "head8" else None
+    kernel = None if head_bits else option or None
+    llm = LLM(model, linear_kernel=kernel, head_bits=head_bits, enable_prefix_caching=False)
     kernels = sorted({report.kernel for report in llm.linear_report()}) or ["plain"]
 
     def generate(prompts: list[list[int]], new: int) -> None:
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
 
-    return Engine(f"lowbit, {_dtype(llm.dtype)}, {', '.join(kernels)}", generate)
+    head = ", head of 8 bits" if head_bits else ""
+    return Engine(f"lowbit, {_dtype(llm.dtype)}, {', '.join(kernels)}{head}", generate)
 
 
 def transformers(model: str, threads: int, option: str) -> Engine:

@@ -63,7 +63,8 @@ class LLM:
     which may take the place of running ones. On a GPU, cuda_graphs: decode steps are replayed
     (runtime/graphs.py), which takes memory besides and some seconds at the start; async_scheduling:
     a step is planned while the one before runs (runtime/flight.py), so that what comes of it is
-    told a step later.
+    told a step later. head_bits: 8 rounds the output head to whole numbers, which a step of a small
+    model reads faster (runtime/head.py; None: as it is stored).
 
     Raises UserError for folders that are no causal LM, damaged checkpoints, and choices that cannot
     run on this machine.
@@ -94,6 +95,7 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         cuda_graphs: bool = True,
         async_scheduling: bool = True,
+        head_bits: int | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise UserError(f"engine must be one of {', '.join(ENGINES)}, got '{engine}'")
@@ -106,7 +108,7 @@ class LLM:
         )
         if kv_memory is not None and gpu_memory_utilization is not None:
             raise UserError("kv_memory and gpu_memory_utilization say the same: give one of them")
-        loaded = load(path, device, dtype, linear_kernel, batch_invariant)
+        loaded = load(path, device, dtype, linear_kernel, batch_invariant, head_bits)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device, self.dtype = loaded.device, loaded.dtype
         self.vocab_size: int = self.model.get_input_embeddings().weight.shape[0]

@@ -16,6 +16,7 @@ from ..kernels.errors import UserError
 from ..quantize.checkpoint.kv_config import KVStorage, read_kv_storage
 from ..quantize.checkpoint.load import Checkpoint
 from .fill import Filler
+from .head import pack_head
 from .linear import LinearReport
 from .models.families import takes_tape
 from .placement import resolve_dtype
@@ -44,11 +45,13 @@ def load(
     dtype: str | torch.dtype = "auto",
     linear_kernel: str | None = None,
     batch_invariant: bool = False,
+    head_bits: int | None = None,
 ) -> LoadedModel:
     """Load an original or quantized model folder.
 
     linear_kernel: name of the kernel that all packed linears must run on. batch_invariant: take
-    kernels, and forms of them, whose rows have the same bits in every batch. Raises UserError for
+    kernels, and forms of them, whose rows have the same bits in every batch. head_bits: see
+    runtime/head.py. Raises UserError for
     folders that are no causal LM, missing or unexpected tensors, and choices that cannot run here.
     """
     checkpoint = Checkpoint(folder)
@@ -63,6 +66,9 @@ def load(
     linears = Filler(checkpoint, model, batch_invariant).fill(
         resolved_device, resolved_dtype, linear_kernel
     )
+    if head_bits is not None:
+        taped = resolved_device.type == "cpu" and takes_tape(config)
+        linears.append(pack_head(model, head_bits, resolved_dtype, batch_invariant, taped))
     kv = read_kv_storage(checkpoint.config, checkpoint.shards)
     checkpoint.shards.close()
     tokenizer = load_tokenizer(checkpoint.folder)

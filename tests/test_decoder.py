@@ -46,8 +46,10 @@ DECODED: dict[str, Callable[[], Any]] = {
 class Run:
     """A decoder with pools of its own; sequence number i owns the blocks i, i + 4, i + 8, ..."""
 
-    def __init__(self, model: Any, dtype: torch.dtype = torch.float32) -> None:
-        self.decoder = Decoder(model, max_len=256)
+    def __init__(
+        self, model: Any, dtype: torch.dtype = torch.float32, compiled: bool = True
+    ) -> None:
+        self.decoder = Decoder(model, max_len=256, compiled=compiled)
         self.pools = [
             KVPools(*(new_pool(BLOCKS, x.kv_heads, BLOCK, x.head_dim, None, dtype) for _ in "kv"))
             for x in self.decoder.layers

@@ -16,6 +16,7 @@ from .common_options import (
     CudaGraphs,
     Device,
     Dtype,
+    HeadBits,
     LinearKernel,
     ServedModel,
     Speculate,
@@ -69,6 +70,7 @@ def generate(
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
     linear_kernel: LinearKernel = None,
+    head_bits: HeadBits = None,
     cuda_graphs: CudaGraphs = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Kernels and speed, on standard error.")
@@ -88,7 +90,8 @@ def generate(
     guesser = guesser_of(speculate)
     llm = LLM(
         model_path(model), device, dtype, kv_cache_dtype=kv, speculate=guesser,
-        batch_invariant=batch_invariant, linear_kernel=linear_kernel, cuda_graphs=cuda_graphs,
+        batch_invariant=batch_invariant, linear_kernel=linear_kernel, head_bits=head_bits,
+        cuda_graphs=cuda_graphs,
     )  # fmt: skip
     for warning in llm.warnings:
         say(warning)

@@ -24,6 +24,7 @@ from .common_options import (
     CudaGraphs,
     Device,
     Dtype,
+    HeadBits,
     LinearKernel,
     ServedModel,
     Speculate,
@@ -93,6 +94,7 @@ def serve(
     speculate: Speculate = None,
     batch_invariant: BatchInvariant = False,
     linear_kernel: LinearKernel = None,
+    head_bits: HeadBits = None,
     cuda_graphs: CudaGraphs = True,
     async_scheduling: AsyncScheduling = True,
     tool_parser: Annotated[
@@ -204,7 +206,8 @@ def serve(
             kv_cache_dtype=kv, max_num_batched_tokens=max_num_batched_tokens, kv_memory=kv_bytes,
             enable_prefix_caching=prefix_caching, speculate=guesser,
             batch_invariant=batch_invariant, gpu_memory_utilization=gpu_memory_utilization,
-            scheduling_policy=policy, linear_kernel=linear_kernel, cuda_graphs=cuda_graphs,
+            scheduling_policy=policy, linear_kernel=linear_kernel, head_bits=head_bits,
+            cuda_graphs=cuda_graphs,
             async_scheduling=async_scheduling,
         )  # fmt: skip
 
