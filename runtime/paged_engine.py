@@ -82,6 +82,7 @@ class PagedEngine:
         self._speculator = None if proposer is None else Speculator(proposer)
         self._kv = PagedKV(decoder.layers, decoder.kinds, kv, loaded.dtype, loaded.device)
         blocks, host_blocks = self._allocate(proposer)
+        self._decoder.prepare(self._kv.pools)
         budget = limits.eviction.bound if limits.eviction else None
         self._scheduler = Scheduler(
             SchedulerConfig(

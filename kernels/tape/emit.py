@@ -104,9 +104,9 @@ def totals(b: Any, values: Sequence[Any]) -> Any:
     for _ in range(2):
         pairs = zip(level[::2], level[1::2], strict=True)
         level = [b.fadd(both(x, y, even), both(x, y, odd)) for x, y in pairs]
-    low, high = range(4), range(4, 8)
-    shifted = [[*lanes, *(8 + lane for lane in lanes)] for lanes in (low, high)]
-    return b.fadd(*(both(*level, lanes) for lanes in shifted))
+    first, second = level
+    halves = [[*lanes, *(8 + lane for lane in lanes)] for lanes in (range(4), range(4, 8))]
+    return b.fadd(*(both(first, second, lanes) for lanes in halves))
 
 
 def counted(

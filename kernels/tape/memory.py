@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import carray, njit, types
+from llvmlite import ir
+from numba import carray, njit, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
-from .emit import F32, I16, I32, I64, call, const, ir
+from .emit import F32, I16, I32, I64, call, const
 
 SPINS = 2000  # at a barrier before the thread lets others run
 
@@ -41,24 +42,19 @@ floats, int16s, int32s, int64s, bits16 = map(
 )
 
 
-@intrinsic
-def float_of(context: Any, bits: Any) -> Any:
-    """The float64 whose bits are an int64."""
-    return types.float64(types.int64), lambda c, b, s, args: b.bitcast(args[0], ir.DoubleType())
-
-
-@intrinsic
-def float32_of(context: Any, bits: Any) -> Any:
-    """The float32 whose bits are an int32."""
-    return types.float32(types.int32), lambda c, b, s, args: b.bitcast(args[0], F32)
-
-
 def _unary(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any:
     @intrinsic
     def function(context: Any, value: Any) -> Any:
         return result(argument), lambda c, b, s, args: emit(b, args[0])
 
     return function
+
+
+float_of = _unary(types.float64, types.int64, lambda b, v: b.bitcast(v, ir.DoubleType()))
+"""The float64 whose bits are an int64."""
+
+float32_of = _unary(types.float32, types.int32, lambda b, v: b.bitcast(v, F32))
+"""The float32 whose bits are an int32."""
 
 
 def _from_bfloat16(b: Any, bits: Any) -> Any:
@@ -136,18 +132,21 @@ _next = _atomic(lambda b, place: b.atomic_rmw("add", place, const(1), "acq_rel")
 _clear = _atomic(lambda b, place: b.atomic_rmw("xchg", place, const(0), "acq_rel"), types.int64)
 
 
-@intrinsic
-def _let_others_run(context: Any) -> Any:
-    return types.int32(), lambda c, b, s, args: call(b, "sched_yield", I32, [])
+def _nullary(result: Any, emit: Callable[[Any], Any]) -> Any:
+    @intrinsic
+    def function(context: Any) -> Any:
+        return result(), lambda c, b, s, args: emit(b)
+
+    return function
 
 
-@intrinsic
-def _pause(context: Any) -> Any:
-    def code(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
+def _pause_code(b: Any) -> Any:
+    call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    return const(0)
 
-    return types.void(), code
+
+_let_others_run = _nullary(types.int32, lambda b: call(b, "sched_yield", I32, []))
+_pause = _nullary(types.int64, _pause_code)
 
 
 @njit

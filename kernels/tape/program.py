@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numba import njit, types
 from torch import Tensor
+from tqdm import tqdm
 
 from .disk import keep_on_disk
 from .memory import float_of, int64s, next_job, wait_for_all
@@ -77,9 +78,9 @@ def float_bits(value: float) -> int:
 
 @functools.cache
 def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op]) -> Walker:
-    """What runs a tape of `ops`, of pools and float weights
-    of `dtype` and packed weights of `formats`, each the bits of a code and whether it has
-    zero-points. What is not among them is not compiled."""
+    """What runs a tape of `ops`, of pools and float weights of `dtype` and packed weights of
+    `formats`, each the bits of a code and whether it has zero-points. What is not among them is not
+    compiled. The first time on a machine this takes 5 to 20 seconds; the code is kept."""
     skip = njit(_skip)
     linear = float_linear(dtype) if Op.FLOAT in ops else skip
     store, attend = store_rows(dtype) if Op.STORE in ops else skip, skip
@@ -164,8 +165,9 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
     name = f"{dtype} {sorted(formats)} {sorted(ops)}"
     keep_on_disk(walk, name)
     keep_on_disk(serve, name)
-    walk.compile((types.int64,) * 6)
-    serve.compile((types.int64,) * 7)
+    both, title = ((walk, 6), (serve, 7)), "compile the CPU's ops, kept for later runs"
+    for function, count in tqdm(both, desc=title, delay=2, disable=None):
+        function.compile((types.int64,) * count)
     return Walker(walk, serve)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding
+from llvmlite import binding, ir
 
 from .emit import (
     F32,
@@ -30,7 +30,6 @@ from .emit import (
     const_vector,
     counted,
     fma,
-    ir,
     joined,
     load,
     part,

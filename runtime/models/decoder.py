@@ -128,6 +128,13 @@ class Decoder:
             stream, update = stream[rows], None if update is None else update[rows]
         return _norm_of_sum(stream, update, self._norm)[0]
 
+    @torch.inference_mode()
+    def prepare(self, pools: Sequence[KVPools]) -> None:
+        """Compile what steps over `pools` need, so that no request waits for it."""
+        if self._compiled and self._tape_over(pools) is not None:
+            weight = self._embed.weight
+            self.logits(torch.zeros(1, weight.shape[1], dtype=weight.dtype))
+
     def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
         """In which its steps over `pools` are best run, with what surrounds them: torch is left one
         thread where a team runs the layers."""
@@ -181,7 +188,7 @@ class DecoderLayer:
         )
         self.sliding_window = self.attend.sliding_window
         self.mlp = _mlp(layer.mlp, config, batch_invariant)
-        self._experts = None if self.mlp else layer.mlp
+        self._experts: Any = None if self.mlp else layer.mlp
         self.norms = [
             None if name is None else Norm.of(getattr(layer, name), family.norm_offset)
             for name in family[:4]

@@ -79,6 +79,9 @@ class ModuleDecoder:
         hidden = self._run(token_ids, new[0].positions, paged).last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
 
+    def prepare(self, pools: Sequence[KVPools]) -> None:
+        """Nothing to compile."""
+
     def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
         """As `Decoder`'s: its module's ops are torch's."""
         return own_threads(self._model)
