@@ -42,6 +42,8 @@ def decline_layers(layers: Sequence[DecoderLayer], pools: Sequence[KVPools]) -> 
     dtype = dtypes.pop()
     if dtype not in FLOATS:
         return f"has no {dtype}"
+    if any(pair.keys.block_size % 16 for pair in pools):
+        return "takes blocks of a multiple of 16 tokens"
     reasons = (_decline_layer(layer, dtype) for layer in layers)
     return next((reason for reason in reasons if reason is not None), None)
 
