@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from lowbit.kernels.compiled import prefers_compiled
 from lowbit.kernels.errors import UserError
 from lowbit.quantize.cli.generate import generate, guesser_of
 from lowbit.runtime import LLM, SamplingParams
@@ -56,9 +57,13 @@ def test_json_is_one_object_and_nothing_else(checkpoint):
 
 def test_verbose_names_kernels_and_reasons(checkpoint):
     in_bf16 = run(str(checkpoint), "hi", "--verbose", "--device", "cpu").stderr
-    assert ": int4pack_cpu" in in_bf16 and "decode:" in in_bf16
+    compiled = prefers_compiled()
+    assert (": int16_cpu" if compiled else ": int4pack_cpu") in in_bf16 and "decode:" in in_bf16
     exact = run(str(checkpoint), "hi", "--verbose", "--device", "cpu", "--dtype", "float32").stderr
-    assert "dequant (" in exact and "int4pack_cpu computes in bfloat16, not float32" in exact
+    if compiled:
+        assert ": int16_cpu" in exact
+    else:
+        assert "dequant (" in exact and "int4pack_cpu computes in bfloat16, not float32" in exact
 
 
 def test_sampling_options_arrive(checkpoint):

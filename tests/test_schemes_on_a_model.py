@@ -14,6 +14,7 @@ import pytest
 import torch
 from lowbit.evals.scorer import load_scorer
 from lowbit.evals.size import size_report
+from lowbit.kernels.compiled import prefers_compiled
 from lowbit.quantize.checkpoint.load import Checkpoint
 from lowbit.quantize.spec import PRESETS
 from lowbit.runtime import LLM

@@ -10,7 +10,6 @@ from numba import types
 from numba.extending import intrinsic
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(n) for n in (8, 16, 32, 64))
-BF16_BITS = ir.IntType(16)
 Emitter = Callable[..., None]
 
 

@@ -57,10 +57,6 @@ float32_of = _unary(types.float32, types.int32, lambda b, v: b.bitcast(v, F32))
 """The float32 whose bits are an int32."""
 
 
-def _from_bfloat16(b: Any, bits: Any) -> Any:
-    return b.bitcast(b.shl(b.zext(bits, I32), ir.Constant(I32, 16)), F32)
-
-
 def _to_bfloat16(b: Any, value: Any) -> Any:
     """Rounded to the nearest, ties to even; not-a-number stays it."""
     bits = b.bitcast(value, I32)
@@ -69,14 +65,6 @@ def _to_bfloat16(b: Any, value: Any) -> Any:
     nan = b.fcmp_unordered("uno", value, value)
     return b.trunc(b.select(nan, ir.Constant(I32, 0x7FC0), rounded), I16)
 
-
-wide_of = {
-    "bfloat16": _unary(types.float32, types.uint16, _from_bfloat16),
-    "float16": _unary(
-        types.float32, types.uint16, lambda b, v: b.fpext(b.bitcast(v, ir.HalfType()), F32)
-    ),
-}
-"""float32 of the bits of a 16-bit float, by its name."""
 
 narrow_of = {
     "bfloat16": _unary(types.uint16, types.float32, _to_bfloat16),
