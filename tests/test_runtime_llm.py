@@ -71,9 +71,9 @@ def hf_compressed(folder: Path, asymmetric: bool = False):
 
 def tolerance(llm: LLM, logits: torch.Tensor, exact: float) -> float:
     """How far logits may be from `logits`: `exact` where products are of float32, else what inputs
-    as whole numbers of 16 bits lose."""
+    as whole numbers of 16 bits lose, of which attention that sees one key makes some tens."""
     int16 = any(r.kernel == "int16_cpu" for r in llm.linear_report())
-    return 1e-4 * float(logits.abs().max()) if int16 else exact
+    return 1e-3 * float(logits.abs().max()) if int16 else exact
 
 
 def token_ids(llm: LLM, prompts, params) -> list[list[int]]:
