@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _NamedCache(FunctionCache):
@@ -38,6 +41,19 @@ def _sources() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def named(*of: object) -> Callable[[F], F]:
+    """Give a function that is made anew for each `of` a name of its own. Code from disk is linked
+    by names: two of one name, kept by two processes, would be the same code in a third."""
+
+    def rename(function: F) -> F:
+        key = hashlib.sha256(repr(of).encode()).hexdigest()[:12]
+        function.__name__ += f"_{key}"
+        function.__qualname__ += f"_{key}"
+        return function
+
+    return rename
 
 
 def keep_on_disk(compiled: Any, name: str) -> None:

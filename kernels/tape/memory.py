@@ -9,6 +9,7 @@ from llvmlite import ir
 from numba import carray, njit, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
+from .disk import named
 from .emit import F32, I16, I32, I64, call, const
 
 SPINS = 2000  # at a barrier before the thread lets others run
@@ -31,6 +32,7 @@ def _view(kind: Any) -> Any:
     pointer = _pointer(kind)
 
     @njit(inline="always")
+    @named(str(kind))
     def view(address, count):  # type: ignore[no-untyped-def]
         return carray(pointer(address), count)
 
@@ -80,6 +82,7 @@ def copy_narrow(dtype: str) -> Any:
     if dtype == "float32":
 
         @njit(inline="always")
+        @named(dtype)
         def copy(values, address):  # type: ignore[no-untyped-def]
             out = floats(address, len(values))
             for i in range(len(values)):
@@ -88,6 +91,7 @@ def copy_narrow(dtype: str) -> Any:
         narrow = narrow_of[dtype]
 
         @njit(inline="always")
+        @named(dtype)
         def copy(values, address):  # type: ignore[no-untyped-def]
             out = bits16(address, len(values))
             for i in range(len(values)):

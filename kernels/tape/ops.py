@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from .disk import named
 from .memory import copy_narrow, float32_of, floats, int16s, int32s, int64s, keep
 from .products import OPTIONS, many_dots, quantize_row
 from .tiles import fetch_line, mixtures, shares_of_keys, size_of
@@ -152,6 +153,7 @@ def store_rows(dtype: str) -> Any:
     copy, size = copy_narrow(dtype), size_of(dtype)
 
     @njit(**OPTIONS)
+    @named(dtype)
     def store(thread, threads, rows, qkv, heads, kv_heads, head_dim, cos, sin, half, q_norm, k_norm,
               eps, positions, slots, keys, values, block):  # type: ignore[no-untyped-def]  # fmt: skip
         total = heads + 2 * kv_heads
@@ -229,6 +231,7 @@ def attend_rows(dtype: str) -> Any:
     share, fetch = shares_of_keys(), fetch_line()
 
     @njit(**OPTIONS)
+    @named(dtype)
     def mix(rows, shares, row, v, token, tokens, head_dim, out):  # type: ignore[no-untyped-def]
         out_row, r = head_dim * 4, 0
         while r < rows:
@@ -255,6 +258,7 @@ def attend_rows(dtype: str) -> Any:
             r += tall
 
     @njit(**OPTIONS)
+    @named(dtype)
     def attend(thread, threads, sequences, starts, lengths, tables, table_row, qkv, heads, kv_heads,
                head_dim, keys, values, block, window, scale, softcap, out):  # type: ignore[no-untyped-def]  # fmt: skip
         shared, total = heads // kv_heads, heads + 2 * kv_heads

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from .disk import named
 from .memory import float32_of, floats, int16s, int32s, keep
 from .tiles import FEW_ROWS, LANES, dots, fetch_line, few_rows_tile, pair_tile, size_of, unpack_tile
 
@@ -90,6 +91,7 @@ def packed_linear(bits: int, asymmetric: bool) -> Any:
     column_bytes = 2 * bits  # of a tile's 16 outputs
 
     @njit(**OPTIONS)
+    @named(bits, asymmetric)
     def few(rows, x, row, words, group, groups, sums, scales, scale, zero, step, out):  # type: ignore[no-untyped-def]
         args = (x, row, words, group, groups, sums, scales, groups * 4, scale, zero, step, out)
         if rows == 1:
@@ -102,6 +104,7 @@ def packed_linear(bits: int, asymmetric: bool) -> Any:
             few4(args)
 
     @njit(**OPTIONS)
+    @named(bits, asymmetric)
     def many(rows, x, row, pairs, group, sums, scales, group_row, scale, zero, out):  # type: ignore[no-untyped-def]
         r = 0
         while r < rows:
@@ -122,11 +125,12 @@ def packed_linear(bits: int, asymmetric: bool) -> Any:
                 r += 1
 
     @njit(**OPTIONS)
+    @named(bits, asymmetric)
     def linear(thread, threads, rows, codes, sums, scales, columns, group, words, scale, step, zero,
                outputs, bias, out, out_row, onto, factor):  # type: ignore[no-untyped-def]  # fmt: skip
         tiles, groups, row = (outputs + LANES - 1) // LANES, columns // group, columns * 2
         scales_of = LANES * 4 if step == 0 else groups * step
-        most = min(rows, AT_ONCE)
+        most = max(1, min(rows, AT_ONCE))
         sums_of = np.empty(most * LANES, np.float32)
         pairs = np.empty(group * LANES + 32, np.int16)
         unpacked = (pairs.ctypes.data + 63) & ~63
@@ -182,6 +186,7 @@ def many_dots(dtype: str, apart: bool = False) -> Any:
     dot14, dot24, dot34 = (dots(r, 4, dtype) for r in (1, 2, 3))
 
     @njit(**OPTIONS)
+    @named(dtype, apart)
     def run(rows, x, row, count, w, column, length, out, out_row):  # type: ignore[no-untyped-def]
         r = 0
         while r < rows:
@@ -219,6 +224,7 @@ def float_linear(dtype: str) -> Any:
     size = size_of(dtype)
 
     @njit(**OPTIONS)
+    @named(dtype)
     def linear(thread, threads, rows, x, columns, weight, outputs, bias, out, out_row, onto,
                factor):  # type: ignore[no-untyped-def]  # fmt: skip
         tiles = (outputs + LANES - 1) // LANES

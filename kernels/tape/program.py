@@ -19,7 +19,7 @@ from numba import njit, types
 from torch import Tensor
 from tqdm import tqdm
 
-from .disk import keep_on_disk
+from .disk import keep_on_disk, named
 from .memory import float_of, int64s, next_job, wait_for_all
 from .ops import attend_rows, gate_quantize, gate_rows, norm_quantize, norm_rows, store_rows
 from .products import OPTIONS, float_linear, packed_linear, quantize_rows
@@ -81,6 +81,7 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
     """What runs a tape of `ops`, of pools and float weights of `dtype` and packed weights of
     `formats`, each the bits of a code and whether it has zero-points. What is not among them is not
     compiled. The first time on a machine this takes 5 to 20 seconds; the code is kept."""
+    name = f"{dtype} {sorted(formats)} {sorted(ops)}"
     skip = njit(_skip)
     linear = float_linear(dtype) if Op.FLOAT in ops else skip
     store, attend = store_rows(dtype) if Op.STORE in ops else skip, skip
@@ -92,6 +93,7 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
     )
 
     @njit(**OPTIONS)
+    @named(name)
     def packed(t, n, r, p):  # type: ignore[no-untyped-def]
         args = (t, n, r[Register.ROWS], r[Register.CODES], r[Register.SUMS], r[Register.SCALES],
                 p[3], p[4], p[5], p[6], p[7], p[8], p[9], p[10], r[p[11]] + p[12] * 4, p[13], p[14],
@@ -107,6 +109,7 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
             packed8(*args)
 
     @njit(**OPTIONS)
+    @named(name)
     def step(t, n, r, p):  # type: ignore[no-untyped-def]
         op, rows = p[0], r[Register.ROWS]
         codes, scales, sums = r[Register.CODES], r[Register.SCALES], r[Register.SUMS]
@@ -144,6 +147,7 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
                        r[Register.INNER])  # fmt: skip
 
     @njit(**OPTIONS)
+    @named(name)
     def walk(t, n, barrier, tape, count, registers):  # type: ignore[no-untyped-def]
         r = int64s(registers, MOST_REGISTERS)
         for i in range(count):
@@ -151,6 +155,7 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
             wait_for_all(barrier, n)
 
     @njit(**OPTIONS)
+    @named(name)
     def serve(t, n, barrier, job, own, last, spins):  # type: ignore[no-untyped-def]
         """Run what is posted for this walker, number `own`, until there is nothing for `spins`
         looks, or it is another's; the number of the last job that was run."""
@@ -162,7 +167,6 @@ def walker(dtype: str, formats: frozenset[tuple[int, bool]], ops: frozenset[Op])
             walk(t, n, barrier, fields[1], fields[2], fields[3])
             last = number
 
-    name = f"{dtype} {sorted(formats)} {sorted(ops)}"
     keep_on_disk(walk, name)
     keep_on_disk(serve, name)
     both, title = ((walk, 6), (serve, 7)), "compile the CPU's ops, kept for later runs"
