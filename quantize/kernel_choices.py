@@ -14,7 +14,7 @@ from ..kernels.kv_store_ops import StoreProblem, choose_store
 from ..kernels.norm_ops import NormProblem, choose_norm
 from ..kernels.paged_kv import PoolForm
 from .checkpoint.load import Checkpoint
-from .planning.runtimes import lowbit_answer
+from .planning.runtimes import lowbit_answer, runs_as_tape
 
 BLOCK_SIZE = 16
 
@@ -42,7 +42,8 @@ def kernel_choices(
     rows = []
     for (_, shape), modules in kinds.items():
         scheme = checkpoint.schemes[modules[0]]
-        answer = lowbit_answer(modules[0], scheme, shape, dtype, device)
+        taped = runs_as_tape(str(checkpoint.config.get("model_type")), device)
+        answer = lowbit_answer(modules[0], scheme, shape, dtype, device, taped)
         name = f"{modules[0].rpartition('.')[2]} {shape[0]} x {shape[1]}"
         kernel = answer.runs[0] if answer.runs else ""
         rows.append(KernelChoice(name, len(modules), kernel, answer.declined, answer.note))

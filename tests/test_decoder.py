@@ -11,6 +11,7 @@ import pytest
 import torch
 from lowbit.kernels.errors import UserError
 from lowbit.kernels.paged_kv import new_pool
+from lowbit.quantize.planning.runtimes import TAPED
 from lowbit.runtime.fused import LinearPart
 from lowbit.runtime.loader import load
 from lowbit.runtime.models.decoder import Decoder, KVPools
@@ -154,3 +155,9 @@ def test_what_it_cannot_run_is_refused_with_the_reason(changes, message, tmp_pat
     model = load(with_config(folder, **changes), "cpu", "float32").model
     with pytest.raises(UserError, match=message):
         Decoder(model, max_len=64)
+
+
+def test_families_that_plans_take_for_taped_are_those_without_experts() -> None:
+    assert set(DECODED) - {"mixtral", "qwen3_moe"} == {
+        "gemma3" if name == "gemma3_text" else name for name in TAPED
+    }

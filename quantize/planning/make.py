@@ -38,6 +38,7 @@ from .machine import available_bytes
 from .modules import module_plans
 from .parallel import heads_of, unlike_peers
 from .report import PlanReport
+from .runtimes import runs_as_tape
 
 FETCHED = ("auto", "wikitext")  # texts that may have to be fetched: a plan does not
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -123,8 +124,9 @@ def _report(folder: Path, outline: Outline, foresight: Foresight, notes: list[st
     widest = max(outline.info.values(), key=lambda info: info.nbytes)
     computes_in = torch.bfloat16 if outline.device.type == "cpu" else widest.dtype
     modules = module_plans(
-        outline.plan, outline.sources, heads_of(config), computes_in, outline.device
-    )
+        outline.plan, outline.sources, heads_of(config), computes_in, outline.device,
+        runs_as_tape(str(config.get("model_type")), outline.device),
+    )  # fmt: skip
     schemes = {m.name: m.scheme for m in modules}
     peers = unlike_peers(schemes)
     tied = _tied_bytes(outline)

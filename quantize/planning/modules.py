@@ -45,14 +45,15 @@ class ModulePlan:
 
 
 def module_plans(
-    plan: Plan, sources: Sources, heads: Heads, dtype: torch.dtype, device: torch.device
-) -> list[ModulePlan]:
+    plan: Plan, sources: Sources, heads: Heads, dtype: torch.dtype, device: torch.device,
+    taped: bool = False,
+) -> list[ModulePlan]:  # fmt: skip
     """Every linear that has a weight of its own, by layer and name.
 
-    dtype, device: those that lowbit's runtime would compute in.
+    dtype, device: those that lowbit's runtime would compute in; taped: see `runs_as_tape`.
     """
     rows = fused_rows({name: planned.shape for name, planned in plan.linears.items()})
-    facts = _Facts(sources, heads, dtype, device)
+    facts = _Facts(sources, heads, dtype, device, taped)
     made = [facts.planned(name, p, rows[name]) for name, p in plan.linears.items()]
     seen = {sources.stored_name(name) for name in plan.linears}
     for name in plan.untouched:
@@ -88,13 +89,13 @@ class _Facts:
     """Makes ModulePlans; what depends on shape and scheme alone is worked out once."""
 
     def __init__(
-        self, sources: Sources, heads: Heads, dtype: torch.dtype, device: torch.device
+        self, sources: Sources, heads: Heads, dtype: torch.dtype, device: torch.device, taped: bool
     ) -> None:
         self._sources, self._heads = sources, heads
         self._sizes = StoredSizes(sources.layout)
         self._vllm = functools.cache(vllm_answer)
         self._lowbit = functools.cache(
-            lambda scheme, shape: lowbit_answer("it", scheme, shape, dtype, device)
+            lambda scheme, shape: lowbit_answer("it", scheme, shape, dtype, device, taped)
         )
 
     def planned(self, name: str, planned: PlannedLinear, fused: int) -> ModulePlan:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.compiled import prefers_compiled
 from ...kernels.errors import UserError
 from ...kernels.linear_ops import choose_linear
 from ..gguf.mix import CODECS, fitting
@@ -56,16 +57,30 @@ class EngineLinear(NamedTuple):
         return None
 
 
+TAPED = frozenset(
+    ["gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"]
+)
+"""Model types whose layers lowbit's runtime runs as one tape on some CPUs (runtime/models)."""
+
+
+def runs_as_tape(model_type: str, device: torch.device) -> bool:
+    """Whether it does on this machine."""
+    return device.type == "cpu" and model_type in TAPED and prefers_compiled()
+
+
 def lowbit_answer(
     module: str,
     scheme: LayerScheme,
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
+    taped: bool = False,
 ) -> Answer:
-    """The kernel of lowbit's runtime that takes a linear [out, in] with activations of `dtype`."""
+    """The kernel of lowbit's runtime that takes a linear [out, in] with activations of `dtype`.
+    taped: of a model that `runs_as_tape`."""
     try:
-        choice = choose_linear(linear_problem(module, scheme, shape, dtype, device))
+        problem = linear_problem(module, scheme, shape, dtype, device)
+        choice = choose_linear(problem._replace(taped=taped))
     except UserError as e:
         return Answer((), {"linear": str(e)})
     return Answer((choice.candidate.name,), choice.declined, choice.candidate.note)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...kernels.compiled import prefers_compiled
+import torch
+
+from ...quantize.planning.runtimes import runs_as_tape
 
 FIXED_ROPES = {"default", "linear", "llama3", "yarn"}  # the same table at every length
 
@@ -61,8 +63,8 @@ def decline_decoder(config: Any) -> str | None:
 
 def takes_tape(config: Any) -> bool:
     """Whether the decoder runs a model of this config as a tape on this CPU (taped.py)."""
-    experts = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
-    return prefers_compiled() and not experts and decline_decoder(config) is None
+    known = runs_as_tape(config.model_type, torch.device("cpu"))
+    return known and decline_decoder(config) is None
 
 
 def rope_types(config: Any) -> set[str]:
