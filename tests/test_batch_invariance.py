@@ -20,7 +20,9 @@ from lowbit.kernels.errors import UserError
 from lowbit.kernels.linear_ops import LinearOperands, LinearProblem, linear_kernels
 from lowbit.kernels.plain_linear import PlainProblem, choose_plain
 from lowbit.kernels.row_tiles import CPU_ROWS, in_row_tiles
+from lowbit.quantize.planning import runtimes
 from lowbit.runtime import LLM, SamplingParams
+from lowbit.runtime.models import choice
 from torch import Tensor
 
 from . import moe_models
@@ -189,10 +191,14 @@ def test_logits_are_the_same_bits_however_requests_are_batched(
 
 
 def test_a_model_whose_rows_differ_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A product that is left as it is: a row alone goes through another one than many do."""
     folder = save_tiny(tmp_path / "model", FAMILIES["llama"]())
+    for module in (plain_linear, runtimes, choice):
+        monkeypatch.setattr(module, "prefers_compiled", lambda: False)
+    choose_plain.cache_clear()
+    request.addfinalizer(choose_plain.cache_clear)
     for module in (plain_linear, row_tiles):
         monkeypatch.setattr(module, "in_row_tiles", lambda product, x: product(x) * (1 + len(x)))
     with pytest.raises(UserError, match="logits depend on what runs beside a request"):
