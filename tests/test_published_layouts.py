@@ -157,7 +157,8 @@ def test_published_checkpoints_are_read_and_run(
     assert (rounded is None) == (not inputs_of(quantization))
     if rounded is not None:
         x = fake_quantize_input(x, rounded, checkpoint.input_scale(Q_PROJ))
-    assert torch.allclose(y, x @ values[Q_PROJ].T, atol=1e-4)
+    expected = x @ values[Q_PROJ].T
+    assert (y - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
