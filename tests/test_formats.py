@@ -49,6 +49,12 @@ def written(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {name: folder / name for name in WRITTEN}
 
 
+def assert_near(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """A CPU's kernels may round inputs to whole numbers of 16 bits."""
+    error = (logits - expected).abs().max() / expected.abs().max()
+    assert error < 5e-4, f"{error:.1e}"
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_numbers_are_the_passs_own(name: str, written: dict[str, Path], shallow: Path) -> None:
     checkpoint, weights = Checkpoint(written[name]), load_file(shallow / "model.safetensors")
@@ -80,7 +86,7 @@ def test_the_runtime_computes_what_the_reference_does(name: str, written: dict[s
     llm, scorer = LLM(written[name], "cpu", "float32"), load_scorer(written[name])
     ids = torch.tensor([[256, 84, 104, 101, 32, 100, 111, 103]])
     with torch.no_grad():
-        assert torch.allclose(llm.model(ids).logits[0], scorer(ids), atol=1e-3)
+        assert_near(llm.model(ids).logits[0], scorer(ids))
     assert len(llm.linear_report()) == 14
 
 
@@ -169,7 +175,7 @@ def test_desc_act_is_stored_run_and_resumed(
     ids = torch.tensor([[256, 84, 104, 101]])
     with torch.no_grad():
         expected = load_scorer(tmp_path / "out")(ids)
-        assert torch.allclose(llm.model(ids).logits[0], expected, atol=1e-3)
+        assert_near(llm.model(ids).logits[0], expected)
 
 
 def test_groups_of_several_sizes_do_not_run() -> None:
