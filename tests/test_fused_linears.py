@@ -115,4 +115,4 @@ def test_the_kernel_of_a_product_is_chosen_for_its_whole(source, tmp_path) -> No
     assert whole.problem.out_features == 64 + 2 * 32
     assert whole.report.kernel == choose_linear(whole.problem).candidate.name
     notes = {r.note for r in llm.linear_report() if r.module.endswith("k_proj")}
-    assert notes == {"one product, qkv_proj"}
+    assert all(note.endswith("one product, qkv_proj") for note in notes) and len(notes) == 1

@@ -36,7 +36,12 @@ IN_FUNCTIONS = {  # the folder that may, the extra, and the distribution that br
     "opentelemetry": ("runtime", "otel", "opentelemetry-sdk"),
     "ray": ("runtime", "ray", "ray"),
 }
-ARRIVES_WITH = {"huggingface_hub": "transformers", "tokenizers": "transformers", "jinja2": "torch"}
+ARRIVES_WITH = {
+    "llvmlite": "numba",
+    "huggingface_hub": "transformers",
+    "tokenizers": "transformers",
+    "jinja2": "torch",
+}
 
 
 @pytest.fixture(scope="module")
