@@ -14,9 +14,7 @@ import torch
 
 from .memory import post
 
-LOOKS = (
-    4000  # for a job before a thread sleeps: the first for some 50 microseconds, then others run
-)
+LOOKS = 4000  # for a job before a thread sleeps; after half of them it lets others run between
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +41,8 @@ class Team:
         self._turn = threading.Lock()
         self._walkers: list[Walker] = []
         self._current, self._posted = 0, 0
-        self._wakes: list[threading.Semaphore] = []
-        for number in range(1, size):
-            wake = threading.Semaphore(0)
+        self._wakes = [threading.Event() for _ in range(1, size)]
+        for number, wake in enumerate(self._wakes, start=1):
             threading.Thread(target=self._work, args=(number, wake), daemon=True).start()
 
     def run(self, walker: Walker, ops: np.ndarray, registers: np.ndarray) -> None:
@@ -58,17 +55,16 @@ class Team:
             if self.size > 1:
                 self._posted += 1
                 post(self._job, self._current, *job)
-                asleep, self._wakes = self._wakes, []
-                for wake in asleep:
-                    wake.release()
+                for wake in self._wakes:
+                    wake.set()
             walker.walk(0, self.size, self._barrier, *job)
 
-    def _work(self, number: int, wake: threading.Semaphore) -> None:
+    def _work(self, number: int, wake: threading.Event) -> None:
         done = 0
-        while True:  # the interpreter's lock is held but in `acquire` and `serve`
-            self._wakes.append(wake)  # before it looks: a job that is posted meanwhile wakes it
+        while True:
+            wake.clear()  # before it looks: a job that is posted meanwhile wakes it
             if done == self._posted:
-                wake.acquire()
+                wake.wait()
             serve = self._walkers[self._current].serve
             done = serve(number, self.size, self._barrier, self._job, self._current, done, LOOKS)
 
