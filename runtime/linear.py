@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -120,15 +119,10 @@ class PackedLinear(nn.Module):
         return f"{self.report.kernel}, {self.problem}"
 
 
-def own_threads(model: nn.Module) -> AbstractContextManager[None]:
-    """In which a model is best run: torch is left one thread where packed linears run on threads of
-    their own, which its spinning ones would keep from a core."""
+def has_own_threads(model: nn.Module) -> bool:
+    """Whether packed linears of a model run on threads beside torch's (kernels/tape)."""
     linears = (m for m in model.modules() if isinstance(m, PackedLinear))
-    if not any(linear.report.kernel == "int16_cpu" for linear in linears):
-        return nullcontext()
-    from ..kernels.tape.team import alone
-
-    return alone()
+    return any(linear.report.kernel == "int16_cpu" for linear in linears)
 
 
 def _operands(

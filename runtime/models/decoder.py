@@ -10,7 +10,7 @@ values are one op.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ...kernels.paged_kv import BlockPool
 from ...kernels.plain_linear import COMPILED
 from ...kernels.rotary import Rotary
 from ..attending import attend_blocks
-from ..linear import own_threads
+from ..linear import has_own_threads
 from .families import FAMILIES, Family, decline_decoder
 from .projection import Linear, PlainLinear, Projection, in_place, output_head
 from .taped import TapedLayers, decline_layers, takes_batches
@@ -80,7 +80,7 @@ class Decoder:
         config = model.config
         if reason := decline_decoder(config):
             raise UserError(f"the decoder {reason}")
-        self._model = model
+        self._own_threads = has_own_threads(model)
         family, base = FAMILIES[config.model_type], model.model
         self._embed = base.embed_tokens
         self._embed_scale = _embedding_scale(base.embed_tokens, config, family)
@@ -137,9 +137,11 @@ class Decoder:
 
     def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
         """In which its steps over `pools` are best run, with what surrounds them: torch is left one
-        thread where a team runs the layers."""
-        if not self._compiled or self._tape_over(pools) is None:
-            return own_threads(self._model)
+        thread where a team runs the layers, or linears of them, whose cores its spinning ones would
+        take."""
+        taped = self._compiled and self._tape_over(pools) is not None
+        if not taped and not self._own_threads:
+            return nullcontext()
         from ...kernels.tape.team import alone
 
         return alone()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from ...kernels.errors import UserError
 from ...kernels.kv_store_ops import NewTokens, StoreOptions, kv_store
 from ...kernels.paged_kv import new_pool
 from ..attending import attend_blocks
-from ..linear import own_threads
 from ..step_inputs import step_inputs
 from .decoder import KVPools
 from .families import FIXED_ROPES, rope_types
@@ -84,7 +83,7 @@ class ModuleDecoder:
 
     def threads(self, pools: Sequence[KVPools]) -> AbstractContextManager[None]:
         """As `Decoder`'s: its module's ops are torch's."""
-        return own_threads(self._model)
+        return nullcontext()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary]: the model's own way from hidden states [rows, hidden] on."""
