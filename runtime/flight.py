@@ -8,7 +8,8 @@ which is dropped.
 
 The next step must not depend on what is read. So nothing is left in flight beside a request whose
 penalties or grammar read its last token, beams, or a prompt; and while one could join, it is
-awaited, so that whatever finds a prefix in the cache finds what has been seen to be finite.
+awaited, so that whatever finds a prefix in the cache finds what has been seen to be finite; but for
+one that takes the seat of a request which the same plan preempts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from ..kernels.errors import UserError
 from ..kernels.linear_dense import DENSE
 from ..kernels.linear_dequant import DEQUANT
 from ..kernels.linear_ops import LinearProblem, choose_linear
-from ..kernels.plain_linear import COMPILED, PlainProblem, choose_plain
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,8 +39,7 @@ def resolve_dtype(
         return DTYPES[dtype]
     if device.type != "cpu":
         return stored
-    plain = PlainProblem(stored, "cpu", in_features=8)
-    if taped and stored.itemsize == 2 and choose_plain(plain).candidate is COMPILED:
+    if taped and stored.itemsize == 2:
         return stored
     as_bfloat16 = {p._replace(dtype=torch.bfloat16) for p in problems}
     if any(choose_linear(p).candidate not in (DENSE, DEQUANT) for p in as_bfloat16):

@@ -118,9 +118,8 @@ def _atomic(emit: Callable[[Any, Any], Any], result: Any) -> Any:
     return function
 
 
-_arrive = _atomic(lambda b, place: b.atomic_rmw("add", place, const(1), "acq_rel"), types.int64)
+_count = _atomic(lambda b, place: b.atomic_rmw("add", place, const(1), "acq_rel"), types.int64)
 _seen = _atomic(lambda b, place: b.load_atomic(place, "acquire", 8), types.int64)
-_next = _atomic(lambda b, place: b.atomic_rmw("add", place, const(1), "acq_rel"), types.int64)
 _clear = _atomic(lambda b, place: b.atomic_rmw("xchg", place, const(0), "acq_rel"), types.int64)
 
 
@@ -148,9 +147,9 @@ def wait_for_all(barrier, threads):  # type: ignore[no-untyped-def]
     if threads == 1:
         return
     times = _seen(barrier + 64)
-    if _arrive(barrier) == threads - 1:
+    if _count(barrier) == threads - 1:
         _clear(barrier)
-        _next(barrier + 64)
+        _count(barrier + 64)
         return
     spins = 0
     while _seen(barrier + 64) == times:
@@ -167,7 +166,7 @@ def post(job, walker, tape, ops, registers):  # type: ignore[no-untyped-def]
     been; see `next_job`."""
     fields = int64s(job, 4)
     fields[0], fields[1], fields[2], fields[3] = walker, tape, ops, registers
-    _next(job + 32)
+    _count(job + 32)
 
 
 @njit

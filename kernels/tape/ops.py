@@ -14,12 +14,13 @@ import numpy as np
 from numba import njit
 
 from .disk import named
-from .memory import copy_narrow, float32_of, floats, int16s, int32s, int64s, keep
-from .products import OPTIONS, many_dots, quantize_row
+from .memory import copy_narrow, float32_of, floats, int32s, int64s, keep
+from .products import OPTIONS, many_dots, quantize_nth
 from .tiles import fetch_line, mixtures, shares_of_keys, size_of
 
 FAST: dict[str, Any] = {**OPTIONS, "fastmath": {"nsz", "reassoc", "contract"}}
 SILU, GELU, GELU_TANH = range(3)
+GATES = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 ATTENDED_ROWS = 8  # of one sequence whose queries meet a block of keys together
 
 
@@ -44,14 +45,9 @@ def norm_quantize(thread, threads, rows, x, columns, weight, eps, padded, group,
                   scales, sums):  # type: ignore[no-untyped-def]  # fmt: skip
     """The norm of rows float32 [rows, columns], quantized as quantize_rows."""
     weights, normed = floats(weight, columns), np.empty(columns, np.float32)
-    groups = padded // group
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
         norm_into(floats(x + r * columns * 4, columns), weights, eps, normed)
-        quantize_row(
-            normed, int16s(codes + r * padded * 2, padded),
-            floats(scales + r * groups * 4, groups), int32s(sums + r * groups * 4, groups), group,
-            by_token,
-        )  # fmt: skip
+        quantize_nth(normed, r, padded, group, by_token, codes, scales, sums)
 
 
 @njit(**OPTIONS)
@@ -111,7 +107,7 @@ def gate_quantize(thread, threads, rows, gate_up, columns, kind, padded, group, 
     """The gated activation of rows float32 [rows, 2 columns], quantized as quantize_rows; threads
     share out pieces of rows, groups where each has a scale of its own."""
     piece = padded if by_token else group
-    pieces, groups = padded // piece, padded // group
+    pieces = padded // piece
     active = np.empty(piece, np.float32)
     for item in range(rows * pieces * thread // threads, rows * pieces * (thread + 1) // threads):
         r, first = item // pieces, item % pieces * piece
@@ -119,12 +115,7 @@ def gate_quantize(thread, threads, rows, gate_up, columns, kind, padded, group, 
         line = floats(gate_up + r * columns * 8, 2 * columns)
         gates, ups = line[first : first + count], line[columns + first : columns + first + count]
         gate_into(gates, ups, kind, active[:count])
-        at = r * groups + first // group
-        quantize_row(
-            active[:count], int16s(codes + (r * padded + first) * 2, piece),
-            floats(scales + at * 4, piece // group), int32s(sums + at * 4, piece // group), group,
-            by_token,
-        )  # fmt: skip
+        quantize_nth(active[:count], item, piece, group, by_token, codes, scales, sums)
 
 
 @njit(**OPTIONS)

@@ -78,6 +78,17 @@ def quantize_row(x, codes, scales, sums, group, by_token):  # type: ignore[no-un
         quantize_group(x[first:last], codes[first:last], scales, sums, g)
 
 
+@njit(**OPTIONS)
+def quantize_nth(x, r, padded, group, by_token, codes, scales, sums):  # type: ignore[no-untyped-def]
+    """x float32 [columns] as row r of codes int16 [rows, padded], and of scales and sums [rows,
+    groups]; addresses."""
+    groups = padded // group
+    quantize_row(
+        x, int16s(codes + r * padded * 2, padded), floats(scales + r * groups * 4, groups),
+        int32s(sums + r * groups * 4, groups), group, by_token,
+    )  # fmt: skip
+
+
 @functools.cache
 def packed_linear(bits: int, asymmetric: bool) -> Any:
     """(thread, threads, rows, codes, sums, scales, columns, group, words, weight scale, step, zero,
@@ -250,10 +261,6 @@ def float_linear(dtype: str) -> Any:
 @njit(**OPTIONS)
 def quantize_rows(thread, threads, rows, x, columns, padded, group, by_token, codes, scales, sums):  # type: ignore[no-untyped-def]
     """Rows float32 [rows, columns] as int16 [rows, padded] with scales and sums [rows, groups]."""
-    groups = padded // group
     for r in range(rows * thread // threads, rows * (thread + 1) // threads):
-        quantize_row(
-            floats(x + r * columns * 4, columns), int16s(codes + r * padded * 2, padded),
-            floats(scales + r * groups * 4, groups), int32s(sums + r * groups * 4, groups), group,
-            by_token,
-        )  # fmt: skip
+        line = floats(x + r * columns * 4, columns)
+        quantize_nth(line, r, padded, group, by_token, codes, scales, sums)

@@ -184,7 +184,7 @@ class Tape:
     their addresses are in."""
 
     def __init__(self, dtype: str, ops: Sequence[Sequence[int]], keep: Sequence[Any] = ()) -> None:
-        self.dtype, self._keep = dtype, list(keep)
+        self._keep = list(keep)
         self._ops = np.zeros((len(ops), WIDTH), np.int64)
         for row, op in zip(self._ops, ops, strict=True):
             row[: len(op)] = op
@@ -213,28 +213,27 @@ def _on_rows(tape: Tape, x: Tensor, outputs: int, columns: int, group: int) -> T
     return y
 
 
+@functools.lru_cache(maxsize=1024)
+def _tape_of(dtype: str, *ops: tuple[int, ...]) -> Tape:
+    return Tape(dtype, ops)
+
+
 def run_packed(x: Tensor, weight: Sequence[int]) -> Tensor:
     """x float32 [rows, in] times a packed weight: [rows, out]. weight: operands of Op.PACKED up to
     its bias."""
     columns, group, outputs = weight[2], weight[3], weight[8]
-    quantize = [Op.QUANTIZE, Register.STREAM, x.shape[1], columns, group, 0]
-    product = [Op.PACKED, *weight, Register.WIDE, 0, outputs, 0, 0]
-    return _on_rows(Tape("float32", [quantize, product]), x, outputs, columns, group)
+    quantize = (Op.QUANTIZE, Register.STREAM, x.shape[1], columns, group, 0)
+    product = (Op.PACKED, *weight, Register.WIDE, 0, outputs, 0, 0)
+    return _on_rows(_tape_of("float32", quantize, product), x, outputs, columns, group)
 
 
 def run_floats(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x float32 [rows, in] times weight [out, in] of 16 or 32-bit floats: float32 [rows, out].
     bias: float32."""
     outputs, columns = weight.shape
-    address = 0 if bias is None else bias.data_ptr()
+    product = (
+        Op.FLOAT, Register.STREAM, columns, weight.data_ptr(), outputs,
+        0 if bias is None else bias.data_ptr(), Register.WIDE, 0, outputs, 0, 0,
+    )  # fmt: skip
     dtype = str(weight.dtype).removeprefix("torch.")
-    tape = _float_tape(dtype, columns, weight.data_ptr(), outputs, address)
-    return _on_rows(tape, x, outputs, 8, 8)
-
-
-@functools.lru_cache(maxsize=1024)
-def _float_tape(dtype: str, columns: int, weight: int, outputs: int, bias: int) -> Tape:
-    product = [
-        Op.FLOAT, Register.STREAM, columns, weight, outputs, bias, Register.WIDE, 0, outputs, 0, 0
-    ]  # fmt: skip
-    return Tape(dtype, [product])
+    return _on_rows(_tape_of(dtype, product), x, outputs, 8, 8)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .decoder import DecoderLayer, KVPools, Norm
 
 FLOATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-GATES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def decline_layers(layers: Sequence[DecoderLayer], pools: Sequence[KVPools]) -> str | None:
@@ -112,10 +111,10 @@ class TapedLayers:
 
         rows, registers = stream.shape[0], self._registers
         self._grow(rows)
-        keep = [batches[0].cu_seqlens_q]
+        keep = [batches[0].cu_seqlens_q.contiguous()]
         registers[Register.ROWS], registers[Register.STREAM] = rows, stream.data_ptr()
         registers[Register.SEQUENCES] = batches[0].context_lens.shape[0]
-        registers[Register.STARTS] = batches[0].cu_seqlens_q.data_ptr()
+        registers[Register.STARTS] = keep[0].data_ptr()
         for kind, (batch, tokens) in enumerate(zip(batches, new, strict=True)):
             at = Register.KINDS + kind * KindRegister.COUNT
             tensors = [
@@ -140,7 +139,7 @@ class TapedLayers:
 
 
 def takes_batches(batches: Sequence[PagedBatch]) -> bool:
-    """Whether a tape may run a step: nobody looks on, and numbers are as it reads them."""
+    """Whether a tape may run a step: nobody looks on."""
     return not any(isinstance(batch, WatchedBatch) for batch in batches)
 
 
@@ -148,9 +147,9 @@ class _Script:
     """The ops of layers, written one after the other. widths: of a row in each buffer."""
 
     def __init__(self) -> None:
-        from ...kernels.tape import program
+        from ...kernels.tape import ops, program
 
-        self._op, self._register = program.Op, program.Register
+        self._op, self._register, self._gates = program.Op, program.Register, ops.GATES
         self._bits = program.float_bits
         self.kinds_at = int(program.Register.KINDS)
         self.kind_registers = int(program.KindRegister.COUNT)
@@ -167,21 +166,21 @@ class _Script:
         self._attention(layer, kind, pools, heads)
         inner = layer.heads * layer.head_dim
         self._widen(register.INNER, inner)
-        self._onto(layer.out, register.INNER, inner, attention_out, layer.multiplier)
+        if isinstance(layer.out, PackedLinear):
+            inputs = self._quantized(layer.out).inputs
+            self.ops.append([self._op.QUANTIZE, register.INNER, inner, *inputs])
+        self._onto(layer.out, register.INNER, attention_out, layer.multiplier)
         gate_up = mlp.gate_up.linears
         inner = sum(_features(linear)[0] for linear in gate_up) // 2
         self._normed(mlp_norm, gate_up, register.WIDE, 2 * inner)
-        gate = GATES[mlp.gate]
+        gate = self._gates[mlp.gate]
         if isinstance(mlp.down, PackedLinear):
-            layout = self._quantized(mlp.down)
-            self.ops.append([self._op.GATE_QUANTIZE, inner, gate, *layout.inputs])
-            self._product(mlp.down, None, *self._target(mlp_out, mlp.down, layer.multiplier))
+            inputs = self._quantized(mlp.down).inputs
+            self.ops.append([self._op.GATE_QUANTIZE, inner, gate, *inputs])
         else:
             self._widen(register.INNER, inner)
             self.ops.append([self._op.GATE, inner, gate])
-            target = self._target(mlp_out, mlp.down, layer.multiplier)
-            self._product(mlp.down, register.INNER, *target)
-        self._add(mlp_out, mlp.down, layer.multiplier)
+        self._onto(mlp.down, register.INNER, mlp_out, layer.multiplier)
 
     def _attention(self, layer: DecoderLayer, kind: int, pools: KVPools, heads: int) -> None:
         dim, options = layer.head_dim, layer.attend
@@ -239,40 +238,23 @@ class _Script:
             self._product(linear, source, out, begin, out_row, 0, 0.0)
             begin += _features(linear)[0]
 
-    def _onto(
-        self, linear: Linear, source: int, width: int, norm: Norm | None, multiplier: float
-    ) -> None:
-        """The stream and, on it, multiplier * norm(the product of `source` with linear)."""
-        if isinstance(linear, PackedLinear):
-            layout = self._quantized(linear)
-            self.ops.append([self._op.QUANTIZE, source, width, *layout.inputs])
-        self._product(linear, source, *self._target(norm, linear, multiplier))
-        self._add(norm, linear, multiplier)
-
-    def _target(
-        self, norm: Norm | None, linear: Linear, multiplier: float
-    ) -> tuple[int, int, int, int, float]:
-        """Where a product goes that is added to the stream, at once where no norm comes between:
-        register, first column, row, whether it is added, and times what."""
-        width = _features(linear)[0]
+    def _onto(self, linear: Linear, source: int, norm: Norm | None, multiplier: float) -> None:
+        """The stream and, on it, multiplier * norm(a product). source: of its inputs where they are
+        floats; quantized ones are in their place already."""
+        (width, _), register = _features(linear), self._register
         if norm is None:
-            return self._register.STREAM, 0, width, 1, multiplier
-        self._widen(self._register.UPDATE, width)
-        return self._register.UPDATE, 0, width, 0, 0.0
-
-    def _add(self, norm: Norm | None, linear: Linear, multiplier: float) -> None:
-        if norm is None:
+            self._product(linear, source, register.STREAM, 0, width, 1, multiplier)
             return
-        width = _features(linear)[0]
+        self._widen(register.UPDATE, width)
+        self._product(linear, source, register.UPDATE, 0, width, 0, 0.0)
         self.ops.append([
-            self._op.NORM, self._register.UPDATE, 0, width, width, self._float(norm.weight),
-            self._bits(norm.eps), self._register.STREAM, 0, width, 1, self._bits(multiplier),
+            self._op.NORM, register.UPDATE, 0, width, width, self._float(norm.weight),
+            self._bits(norm.eps), register.STREAM, 0, width, 1, self._bits(multiplier),
         ])  # fmt: skip
 
     def _product(
-        self, linear: Any, source: int | None, out: int, begin: int, row: int, onto: int,
-        factor: float,
-    ) -> None:  # fmt: skip
+        self, linear: Any, source: int, out: int, begin: int, row: int, onto: int, factor: float
+    ) -> None:
         """The op of one linear; source: of its inputs where they are floats."""
         target = [out, begin, row, onto, self._bits(factor)]
         bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
@@ -283,7 +265,7 @@ class _Script:
             self.ops.append([self._op.PACKED, *weight, *target])
             return
         weight, address = _float_weight(linear), 0 if bias is None else bias.data_ptr()
-        assert weight is not None and source is not None
+        assert weight is not None
         self.keep.append(weight)
         outputs, columns = weight.shape
         self.ops.append(
