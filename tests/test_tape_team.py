@@ -19,7 +19,7 @@ from .tapes import needs_tape, shared_walker
 pytestmark = needs_tape
 if decline_compiled() is None:
     from lowbit.kernels.tape import program
-    from lowbit.kernels.tape.team import alone, team_size
+    from lowbit.kernels.tape.team import Walker, alone, team_size
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,36 @@ def test_a_team_wakes_again(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight = case(seed)
         torch.testing.assert_close(program.run_floats(x, weight, None), x @ weight.T)
         time.sleep(0.05)  # its threads look for a job for about a millisecond
+
+
+def test_a_team_that_ran_several_tapes_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hand-over from one walker to another is one wake, and none is left over."""
+    of(2, monkeypatch)
+    served, made = [0], {}
+
+    def counted(*kind: object) -> Walker:
+        if kind not in made:
+            walker = shared_walker(*kind)
+
+            def serve(*args: int) -> int:
+                served[0] += 1
+                return walker.serve(*args)
+
+            made[kind] = Walker(walker.walk, serve)
+        return made[kind]
+
+    monkeypatch.setattr(program, "walker", counted)
+    program._tape_of.cache_clear()
+    x, weight = case(0)
+    for _ in range(150):
+        program.run_floats(x, weight, None)
+        program.run_floats(x, weight.bfloat16(), None)
+    program._tape_of.cache_clear()
+    assert len(made) == 2
+    time.sleep(0.05)
+    before = served[0]
+    time.sleep(0.2)
+    assert served[0] - before <= 1
 
 
 def test_threads_that_run_tapes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

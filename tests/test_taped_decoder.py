@@ -203,3 +203,12 @@ def test_columns_in_another_order_are_declined(folders, monkeypatch: pytest.Monk
     assert decline_layers(run.decoder.layers, run.pools) is None
     monkeypatch.setattr(packed_linears.PackedLinear, "reorders", True)
     assert "columns in their order" in (decline_layers(run.decoder.layers, run.pools) or "")
+
+
+def test_a_step_does_not_look_through_the_modules(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For linears with threads of their own: that would take longer than planning it."""
+    taped, plain = both(folders("llama"))
+    monkeypatch.setattr(torch.nn.Module, "modules", lambda self: pytest.fail("looked through"))
+    for run in (taped, plain):
+        with run.decoder.threads(run.pools):
+            run([(0, sequence(0, 4), 0)])
